@@ -1,0 +1,79 @@
+"""Settings from the environment, one table: name, default, meaning. Each is read when it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["SETTINGS", "Setting", "get"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable."""
+
+    default: str
+    parse: Callable[[str], object]
+    meaning: str
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("wanted 0 or 1")
+    return text == "1"
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError("wanted a number that is not negative")
+    return count
+
+
+def _slot_bytes(text: str) -> int:
+    size = int(text)
+    if size < 4096 or size % 4096:
+        raise ValueError("wanted a positive multiple of 4096")
+    return size
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"wanted one of {', '.join(repr(choice) for choice in choices)}")
+        return text
+
+    return parse
+
+
+SETTINGS: dict[str, Setting] = {
+    "GRADPACK_ARRAY_PROTOCOL": Setting(
+        "auto",
+        _one_of("auto", "exchange", "dlpack", "cuda_array_interface", "buffer"),
+        "the one protocol to read arrays by; auto takes the fastest that each array offers",
+    ),
+    "GRADPACK_FULL_PATH": Setting("0", _flag, "1: a world of one rank packs, reduces and unpacks too (tests, timing)"),
+    "GRADPACK_NUM_THREADS": Setting("0", _count, "threads that pack; 0 follows torch.get_num_threads()"),
+    "GRADPACK_SIMD": Setting(
+        "", _one_of("", "avx512", "avx2", "scalar"), "instruction set of the CPU kernels; empty: the best there is"
+    ),
+    "GRADPACK_SLOT_BYTES": Setting(
+        str(16 << 20), _slot_bytes, "bytes of one of the three staging slots; equal on all ranks, read at a group's first call"
+    ),
+}
+
+
+def get(name: str) -> object:
+    """The value of a setting.
+
+    Raises:
+        ValueError: The variable holds what the setting does not accept; the message names the variable.
+    """
+    setting = SETTINGS[name]
+    text = os.environ.get(name, setting.default)
+    try:
+        return setting.parse(text)
+    except ValueError as error:
+        wanted = str(error) if str(error).startswith("wanted") else "wanted a whole number"
+        raise ValueError(f"environment: {name}: found {text!r}, {wanted}") from None
