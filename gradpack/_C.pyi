@@ -1,0 +1,117 @@
+"""The extension's face. Counts are elements of the gradient's dtype unless a name says bytes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+__version__: str
+cuda_built: bool
+
+def simd_name() -> str: ...
+def set_num_threads(num_threads: int, /) -> None: ...
+def num_threads() -> int: ...
+
+@final
+class Arrays:
+    """The arrays of one call: addresses, shapes, dtypes, orders. Keeps the described objects alive."""
+
+    def __len__(self) -> int: ...
+    @property
+    def key(self) -> bytes:
+        """16 bytes that are equal where dtypes, shapes, memory orders and device kinds are (never addresses)."""
+    @property
+    def device(self) -> tuple[str, int]:
+        """('cpu', 0) or ('cuda', index); ('cpu', 0) for an empty list."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def present(self) -> bytes:
+        """One bit per array, least significant first: whether this rank has it (a Parameter whose .grad is None: no)."""
+    @property
+    def num_absent(self) -> int: ...
+    def shape(self, index: int, /) -> tuple[int, ...]: ...
+    def dtype(self, index: int, /) -> str: ...
+    def order(self, index: int, /) -> tuple[int, ...]:
+        """Dimensions from outermost to innermost in memory; () where that is the logical order (sizes of 1 do not count)."""
+    def pack_logically(self, indices: Sequence[int], /) -> None:
+        """Walks these arrays in logical (row-major) order instead of memory order from now on."""
+    def torch_tensors(self) -> list[Any]:
+        """The described torch tensors (gradients, not their Parameters) that were present."""
+
+def describe(
+    objects: Sequence[Any], operation: str, argument: str, names: Sequence[str] | None, parameters: str, protocol: str
+) -> Arrays:
+    """One call for the whole list.
+
+    `parameters` says what a torch.nn.Parameter stands for: "grad" or "value". `protocol` is "auto" or the one protocol to use:
+    "exchange", "dlpack", "cuda_array_interface", "buffer". Messages begin "{operation}: {argument}[{i}] {name!r}: ".
+    Raises TypeError, BufferError, ValueError.
+    """
+
+@final
+class Buffer:
+    """Page-aligned host memory with the (writable) buffer protocol; zeroed when made."""
+
+    def __init__(self, nbytes: int, /) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+@final
+class Nonfinite:
+    """One flag for each array of a call."""
+
+    def __init__(self, num_arrays: int, /) -> None: ...
+    def any(self) -> bool: ...
+    def indices(self) -> list[int]: ...
+
+@final
+class Plan:
+    """The streams of a layout. Ranges [begin, end) are of one stream, in its elements.
+
+    `offset`(s) are bytes into the buffer(s). `counts` holds one int32 divisor for each array in place of `divisor`.
+    Every method checks bounds, releases the GIL while it works and may be called from any thread.
+    """
+
+    def __init__(self, key: bytes, num_arrays: int, streams: Iterable[tuple[str, str, Sequence[int], Sequence[int]]]) -> None:
+        """streams: (dtype, wire dtype, gradient indices, element counts)."""
+    def pack(
+        self, arrays: Arrays, stream: int, begin: int, end: int, buffer: Buffer, offset: int, nonfinite: Nonfinite | None = None
+    ) -> None: ...
+    def unpack(
+        self,
+        arrays: Arrays,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: Buffer,
+        offset: int,
+        divisor: int = 1,
+        counts: bytes | None = None,
+        nonfinite: Nonfinite | None = None,
+    ) -> None: ...
+    def reduce_unpack(
+        self,
+        arrays: Arrays,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        divisor: int = 1,
+        counts: bytes | None = None,
+        nonfinite: Nonfinite | None = None,
+    ) -> None: ...
+    def reduce(
+        self,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: Buffer,
+        offsets: Sequence[int],
+        out: Buffer,
+        out_offset: int,
+        divisor: int = 1,
+        counts: bytes | None = None,
+    ) -> None: ...
+    def check_finite(self, arrays: Arrays, nonfinite: Nonfinite) -> None:
+        """Looks at every gradient of every stream; moves nothing."""

@@ -1,0 +1,399 @@
+"""The calls: ``allreduce``, ``broadcast``, ``plan``, ``explain``. Argument checks and the plan cache, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+from gradpack import _C, arrays, groups, settings, transports
+from gradpack.layout import Layout, plan_layout
+from gradpack.options import Options
+from gradpack.packer import Packer
+from gradpack.result import Handle, Result
+from gradpack.transports.base import Call
+
+__all__ = ["Explanation", "allreduce", "broadcast", "explain", "plan"]
+
+_MAX_PACKERS = 64
+
+
+@overload
+def allreduce(
+    grads: Any,
+    splits: int = 4,
+    *,
+    op: str = "mean",
+    compress: str | None = None,
+    scaling: None = None,
+    bytes_per_pack: int | None = None,
+    cut: str = "even",
+    max_norm: None = None,
+    missing: str = "error",
+    check_finite: bool = True,
+    group: Any = None,
+    transport: str = "auto",
+    names: Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    async_op: Literal[False] = False,
+) -> Result: ...
+@overload
+def allreduce(
+    grads: Any,
+    splits: int = 4,
+    *,
+    op: str = "mean",
+    compress: str | None = None,
+    scaling: None = None,
+    bytes_per_pack: int | None = None,
+    cut: str = "even",
+    max_norm: None = None,
+    missing: str = "error",
+    check_finite: bool = True,
+    group: Any = None,
+    transport: str = "auto",
+    names: Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    async_op: Literal[True],
+) -> Handle: ...
+def allreduce(
+    grads: Any,
+    splits: int = 4,
+    *,
+    op: str = "mean",
+    compress: str | None = None,
+    scaling: None = None,
+    bytes_per_pack: int | None = None,
+    cut: str = "even",
+    max_norm: None = None,
+    missing: str = "error",
+    check_finite: bool = True,
+    group: Any = None,
+    transport: str = "auto",
+    names: Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+    async_op: bool = False,
+) -> Result | Handle:
+    """Replaces gradients by their **mean** over the ranks, in place.
+
+    Every rank of the group calls it with equal shapes, dtypes, order and options; ranks that differ all raise
+    ``LayoutMismatch`` before anything is written.
+
+    Args:
+        grads: An ``nn.Module`` or several, parameters, ``named_parameters()``, or any iterable of arrays: torch, NumPy, or
+            anything with DLPack or the buffer protocol; any shapes, dtypes and dense or sliced strides, mixed. A ``Parameter``
+            stands for its ``.grad``. An iterator is consumed once; an empty list takes part and changes nothing.
+        splits: Packs for the gradients of one dtype: near-equal, the last takes the remainder.
+        op: ``"mean"`` or ``"sum"``. Integers take ``"sum"`` only, and wrap.
+        compress: ``"fp16"`` or ``"bf16"`` sends float32 and float64 gradients in 16 bits. The sum is still float32.
+        scaling: Not in this version.
+        bytes_per_pack: Wire bytes of one pack, in place of ``splits``.
+        cut: ``"even"``, or ``"gradient"`` to cut between two gradients only.
+        max_norm: Not in this version.
+        missing: What a gradient that is None on some ranks means: ``"error"``, ``"zeros"``, or ``"mean_present"`` (the mean over
+            the ranks that have it). One that is None on all ranks stays None.
+        check_finite: Whether to look for inf and NaN in the result, at no extra pass over memory.
+        group: A torch process group, or None for the default one.
+        transport: ``"auto"`` or ``"process_group"``.
+        names: One name for each array, for messages and ``Result.nonfinite``.
+        timeout: Seconds or a timedelta to wait for the other ranks; None for the group's own.
+        async_op: Whether to run in the background and return a ``Handle`` at once; until it is done the gradients must be left
+            alone.
+
+    Returns:
+        A ``Result``, or a ``Handle`` with ``async_op=True``.
+
+    Raises:
+        TypeError: An argument or a dtype is of a kind that is never taken.
+        ValueError: An argument is out of range.
+        BufferError: Memory is read-only or overlaps itself.
+        LayoutError: Two arrays share memory.
+        LayoutMismatch: The ranks do not agree.
+        TransportTimeout: The deadline passed before every rank arrived.
+        PeerLost: Another rank is gone.
+        TransportError: There is no process group, or it is destroyed, broken, or of a parent process.
+
+    Example:
+        >>> loss.backward()  # doctest: +SKIP
+        >>> gradpack.allreduce(model, splits=4)  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+    """
+    arguments = {
+        "splits": splits,
+        "op": op,
+        "compress": compress,
+        "scaling": scaling,
+        "bytes_per_pack": bytes_per_pack,
+        "cut": cut,
+        "max_norm": max_norm,
+        "missing": missing,
+        "check_finite": check_finite,
+        "transport": transport,
+        "timeout": timeout,
+        "async_op": async_op,
+    }
+    return _Entry("allreduce", "grads", "grad").run(grads, group, names, None, arguments)
+
+
+def broadcast(
+    tensors: Any,
+    root: int = 0,
+    *,
+    optimizer: Any = None,
+    splits: int = 4,
+    bytes_per_pack: int | None = None,
+    group: Any = None,
+    transport: str = "auto",
+    names: Iterable[str] | None = None,
+    timeout: float | timedelta | None = None,
+) -> Result:
+    """Replaces arrays by those of rank ``root``, in place: before training, so that all ranks start equal.
+
+    Args:
+        tensors: As for ``allreduce``; a ``Parameter`` stands for its value, and a module brings its buffers too. Bytes are
+            copied as they are, so every dtype is taken, bool too.
+        root: The rank of the group whose values count.
+        optimizer: A ``torch.optim.Optimizer`` whose state is made equal too. Ranks need not have any state yet: the shape of
+            the root's is sent first.
+        splits: As for ``allreduce``.
+        bytes_per_pack: As for ``allreduce``.
+        group: As for ``allreduce``.
+        transport: As for ``allreduce``.
+        names: As for ``allreduce``.
+        timeout: As for ``allreduce``.
+
+    Returns:
+        A ``Result``; ``finite`` is None.
+
+    Raises:
+        ValueError: ``root`` is no rank of the group.
+        GradpackError: As for ``allreduce``.
+
+    Example:
+        >>> gradpack.broadcast(model, optimizer=optimizer)  # doctest: +SKIP
+    """
+    arguments = {"splits": splits, "bytes_per_pack": bytes_per_pack, "transport": transport, "timeout": timeout}
+    entry = _Entry("broadcast", "tensors", "value")
+    if optimizer is not None:
+        tensors = _with_optimizer(entry, tensors, optimizer, root, group, arguments)
+    result = entry.run(tensors, group, names, root, arguments)
+    assert isinstance(result, Result)
+    return result
+
+
+def _with_optimizer(entry: _Entry, values: Any, optimizer: Any, root: int, group: Any, arguments: dict[str, Any]) -> Iterator[Any]:
+    """The arrays and the optimizer's tensors, after every rank has learnt the structure of the root's state.
+
+    What comes after that exchange runs where the arrays are collected, so that a failure there reaches the other ranks.
+    """
+    from gradpack import optimizer_state
+
+    length = bytearray(8)
+    is_root = groups.resolve(entry.operation, group).rank == root
+    data = bytearray(optimizer_state.structure(optimizer)) if is_root else bytearray()
+    length[:] = len(data).to_bytes(8, "little")
+    entry.run([length], group, None, root, arguments)
+    if not is_root:
+        data = bytearray(int.from_bytes(length, "little"))
+    entry.run([data], group, None, root, arguments)
+
+    def found() -> Iterator[Any]:
+        yield from arrays.flatten(entry.operation, entry.argument, values, entry.parameters)
+        if not is_root:
+            optimizer_state.adopt(optimizer, bytes(data))
+        yield from optimizer_state.tensors(optimizer)
+
+    return found()
+
+
+def plan(
+    grads: Any,
+    splits: int = 4,
+    *,
+    compress: str | None = None,
+    bytes_per_pack: int | None = None,
+    cut: str = "even",
+    names: Iterable[str] | None = None,
+) -> Layout:
+    """Says what ``allreduce`` would put where. Needs no process group, moves nothing.
+
+    Args:
+        grads: As for ``allreduce``.
+        splits: As for ``allreduce``.
+        compress: As for ``allreduce``.
+        bytes_per_pack: As for ``allreduce``.
+        cut: As for ``allreduce``.
+        names: As for ``allreduce``.
+
+    Returns:
+        The layout; ``print`` it, or read ``packs`` and their ``spans``.
+
+    Raises:
+        TypeError, ValueError, BufferError, LayoutError: As for ``allreduce``.
+
+    Example:
+        >>> import numpy as np
+        >>> import gradpack
+        >>> [pack.numel for pack in gradpack.plan([np.zeros(10, np.float32)], splits=3).packs]
+        [3, 3, 4]
+    """
+    options = Options.make("plan", splits=splits, compress=compress, bytes_per_pack=bytes_per_pack, cut=cut)
+    collected = arrays.collect("plan", "grads", grads, names=names, parameters="grad")
+    specs = arrays.specs_of(arrays.describe(collected))
+    return plan_layout(
+        specs,
+        splits=options.splits,
+        bytes_per_pack=options.bytes_per_pack,
+        cut=options.cut,
+        compress=options.compress,
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found; ``str`` gives it as text.
+
+    Attributes:
+        layout: The packs.
+        transport: Name of the transport that would carry them, or None in a world of one rank.
+        lines: Why, and how.
+    """
+
+    layout: Layout
+    transport: str | None
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.layout), *self.lines])
+
+
+def explain(
+    grads: Any,
+    splits: int = 4,
+    *,
+    compress: str | None = None,
+    bytes_per_pack: int | None = None,
+    cut: str = "even",
+    group: Any = None,
+    transport: str = "auto",
+    names: Iterable[str] | None = None,
+) -> Explanation:
+    """Says what ``allreduce`` would put where, by which transport and why. Moves no gradient.
+
+    The first call on a group makes the group's transport, so every rank must call it then.
+
+    Args:
+        grads: As for ``allreduce``.
+        splits: As for ``allreduce``.
+        compress: As for ``allreduce``.
+        bytes_per_pack: As for ``allreduce``.
+        cut: As for ``allreduce``.
+        group: As for ``allreduce``.
+        transport: As for ``allreduce``.
+        names: As for ``allreduce``.
+
+    Returns:
+        An ``Explanation``; ``print`` it.
+
+    Raises:
+        TypeError, ValueError, BufferError, LayoutError, TransportError: As for ``allreduce``.
+
+    Example:
+        >>> print(gradpack.explain(model, splits=4))  # doctest: +SKIP
+    """
+    state = groups.resolve("explain", group)
+    with state.call("explain"):
+        options = Options.make(
+            "explain", splits=splits, compress=compress, bytes_per_pack=bytes_per_pack, cut=cut, transport=transport
+        )
+        collected = arrays.collect("explain", "grads", grads, names=names, parameters="grad")
+        packer = _packer(state, arrays.describe(collected), options)
+        if _alone(state):
+            return Explanation(packer.layout, None, ("a world of one rank: nothing travels",))
+        state.drain()
+        chosen = transports.select(state, options.transport)
+        why = "the only one for CPU gradients in this version" if options.transport == "auto" else "asked for by name"
+        lines = (f"transport: {chosen.name}: {why}; {state.size} ranks", *chosen.explain(packer))
+        return Explanation(packer.layout, chosen.name, lines)
+
+
+def _alone(state: groups.GroupState) -> bool:
+    return state.size == 1 and not settings.get("GRADPACK_FULL_PATH")
+
+
+def _packer(state: groups.GroupState, described: _C.Arrays, options: Options) -> Packer:
+    """The group's packer for arrays and options like these; the least recently used one makes room."""
+    key = (described.key, replace(options, timeout=None, check_finite=True, transport="auto", async_op=False))
+    packer: Packer | None = state.packers.pop(key, None)
+    if packer is None:
+        packer = Packer(described.key, arrays.specs_of(described), options)
+    state.packers[key] = packer
+    if len(state.packers) > _MAX_PACKERS:
+        del state.packers[next(iter(state.packers))]
+    return packer
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry point: how it is called in messages and what a Parameter stands for."""
+
+    operation: str
+    argument: str
+    parameters: str
+
+    def run(
+        self, values: Any, group: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
+    ) -> Result | Handle:
+        """Checks everything, then carries the call out; a refusal reaches the other ranks before it is raised."""
+        state = groups.resolve(self.operation, group)
+        with state.call(self.operation):
+            try:
+                state.raise_unreported()
+                call = self._check(state, values, names, root, arguments)
+            except Exception as refusal:
+                self._refuse(state, refusal)
+                raise
+            if _alone(state):
+                return self._alone(state, call)
+            chosen = transports.select(state, call.options.transport)
+            if call.options.async_op:
+                return state.submit(lambda: self._in_background(state, chosen, call))
+            state.drain()
+            state.check_working(self.operation)
+            return chosen.run(call)
+
+    def _check(self, state: groups.GroupState, values: Any, names: Iterable[str] | None, root: Any, arguments: dict[str, Any]) -> Call:
+        options = Options.make(self.operation, **arguments)
+        if self.parameters == "value":
+            if isinstance(root, bool) or not isinstance(root, int):
+                raise TypeError(f"{self.operation}: root: found {root!r} ({type(root).__name__}), wanted a rank of the group")
+            if not 0 <= root < state.size:
+                raise ValueError(f"{self.operation}: root: found {root}, wanted a rank from 0 to {state.size - 1}")
+        collected = arrays.collect(self.operation, self.argument, values, names=names, parameters=self.parameters)
+        described = arrays.describe(collected)
+        if self.parameters == "grad":
+            arrays.check_arithmetic(collected, described, options.op)
+        return Call("allreduce" if root is None else "broadcast", root, collected, described, _packer(state, described, options), options)
+
+    def _refuse(self, state: groups.GroupState, refusal: Exception) -> None:
+        if _alone(state):
+            return
+        state.drain()
+        try:
+            transports.select(state, "auto").refuse(self.operation, refusal, None)
+        except Exception as error:
+            # The caller's own mistake is what must be seen; that the others could not be told is its context.
+            raise refusal from error
+
+    def _alone(self, state: groups.GroupState, call: Call) -> Result | Handle:
+        nonfinite = None
+        if call.options.check_finite and call.kind == "allreduce":
+            nonfinite = _C.Nonfinite(len(call.arrays))
+            call.packer.planned(frozenset()).plan.check_finite(call.arrays, nonfinite)
+        result = call.result(nonfinite, 0)
+        return state.submit(lambda: result) if call.options.async_op else result
+
+    def _in_background(self, state: groups.GroupState, chosen: transports.Transport, call: Call) -> Result:
+        state.check_working(self.operation)
+        return chosen.run(call)

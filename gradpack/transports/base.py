@@ -1,0 +1,70 @@
+"""What a transport is: it takes the calls of one group, in order, and agrees with the other ranks before it moves anything."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from gradpack import _C
+from gradpack.arrays import Collected
+from gradpack.options import Options
+from gradpack.packer import Packer
+from gradpack.result import Result
+
+__all__ = ["Call", "Transport"]
+
+
+@dataclass
+class Call:
+    """One call on its way through a transport.
+
+    Attributes:
+        kind: ``"allreduce"`` or ``"broadcast"``.
+        root: Rank whose values are broadcast, else None.
+        collected: The arrays as the caller passed them.
+        arrays: Their description.
+        packer: How they are packed.
+        options: What was asked for.
+        began: ``time.perf_counter()`` when the call began.
+    """
+
+    kind: str
+    root: int | None
+    collected: Collected
+    arrays: _C.Arrays
+    packer: Packer
+    options: Options
+    began: float = field(default_factory=time.perf_counter)
+
+    def result(self, nonfinite: _C.Nonfinite | None, wire_bytes: int) -> Result:
+        """The result of the call, now that it is done."""
+        found = () if nonfinite is None else tuple(self.collected.label(index) for index in nonfinite.indices())
+        return Result(None if nonfinite is None else not found, found, wire_bytes, time.perf_counter() - self.began)
+
+
+class Transport(ABC):
+    """Moves packs between the ranks of one group. Calls come one at a time, in the same order on every rank."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, call: Call) -> Result:
+        """Agrees with the other ranks, then carries out ``call``.
+
+        Raises:
+            LayoutMismatch: The ranks do not agree; nothing was written, and the next call works.
+            TransportError: The other ranks were not reached; the group is broken.
+        """
+
+    @abstractmethod
+    def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
+        """Takes part in the agreement with ``reason`` in place of a call, so that the other ranks raise instead of waiting."""
+
+    @abstractmethod
+    def explain(self, packer: Packer) -> list[str]:
+        """Lines that say how the packs of ``packer`` would travel."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases staging and communicators."""
