@@ -19,11 +19,15 @@ def _installed(package: str) -> str:
 
 def report() -> str:
     """The environment report, one fact a line."""
-    lines = [f"gradpack {__version__}", f"python {platform.python_version()} ({sys.executable})", f"platform {platform.platform()}"]
+    lines = [
+        f"gradpack {__version__}",
+        f"python {platform.python_version()} ({sys.executable})",
+        f"platform {platform.platform()}",
+    ]
     try:
         from gradpack import _C
 
-        lines.append(f"extension {_C.__version__} ({_C.__file__})")  # type: ignore[attr-defined]
+        lines.append(f"extension {_C.__version__} ({_C.__file__})")
         lines.append(f"instruction set {_C.simd_name()}")
         lines.append(f"threads {_C.num_threads()} of {len(os.sched_getaffinity(0))} processors")
         lines.append(f"CUDA {'built in' if _C.cuda_built else 'not built in'}")

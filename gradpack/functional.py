@@ -12,7 +12,7 @@ from gradpack.layout import Layout, plan_layout
 from gradpack.options import Options
 from gradpack.packer import Packer
 from gradpack.result import Handle, Result
-from gradpack.transports.base import Call
+from gradpack.transports.base import Call, Transport
 
 __all__ = ["Explanation", "allreduce", "broadcast", "explain", "plan"]
 
@@ -182,7 +182,9 @@ def broadcast(
     return result
 
 
-def _with_optimizer(entry: _Entry, values: Any, optimizer: Any, root: int, group: Any, arguments: dict[str, Any]) -> Iterator[Any]:
+def _with_optimizer(
+    entry: _Entry, values: Any, optimizer: Any, root: int, group: Any, arguments: dict[str, Any]
+) -> Iterator[Any]:
     """The arrays and the optimizer's tensors, after every rank has learnt the structure of the root's state.
 
     What comes after that exchange runs where the arrays are collected, so that a failure there reaches the other ranks.
@@ -308,7 +310,7 @@ def explain(
             "explain", splits=splits, compress=compress, bytes_per_pack=bytes_per_pack, cut=cut, transport=transport
         )
         collected = arrays.collect("explain", "grads", grads, names=names, parameters="grad")
-        packer = _packer(state, arrays.describe(collected), options)
+        packer = _packer(state, collected, arrays.describe(collected), options)
         if _alone(state):
             return Explanation(packer.layout, None, ("a world of one rank: nothing travels",))
         state.drain()
@@ -322,11 +324,16 @@ def _alone(state: groups.GroupState) -> bool:
     return state.size == 1 and not settings.get("GRADPACK_FULL_PATH")
 
 
-def _packer(state: groups.GroupState, described: _C.Arrays, options: Options) -> Packer:
-    """The group's packer for arrays and options like these; the least recently used one makes room."""
+def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C.Arrays, options: Options) -> Packer:
+    """The group's packer for arrays and options like these; the least recently used one makes room.
+
+    A packer that exists vouches for what depends on dtypes and options alone, so that is checked only where one is made.
+    """
     key = (described.key, replace(options, timeout=None, check_finite=True, transport="auto", async_op=False))
     packer: Packer | None = state.packers.pop(key, None)
     if packer is None:
+        if collected.parameters == "grad":
+            arrays.check_arithmetic(collected, described, options.op)
         packer = Packer(described.key, arrays.specs_of(described), options)
     state.packers[key] = packer
     if len(state.packers) > _MAX_PACKERS:
@@ -349,21 +356,22 @@ class _Entry:
         state = groups.resolve(self.operation, group)
         with state.call(self.operation):
             try:
-                state.raise_unreported()
+                if arguments.get("async_op") is not True:
+                    state.raise_unreported()
                 call = self._check(state, values, names, root, arguments)
             except Exception as refusal:
                 self._refuse(state, refusal)
                 raise
             if _alone(state):
-                return self._alone(state, call)
+                return self._run_alone(state, call)
             chosen = transports.select(state, call.options.transport)
             if call.options.async_op:
                 return state.submit(lambda: self._in_background(state, chosen, call))
-            state.drain()
-            state.check_working(self.operation)
             return chosen.run(call)
 
-    def _check(self, state: groups.GroupState, values: Any, names: Iterable[str] | None, root: Any, arguments: dict[str, Any]) -> Call:
+    def _check(
+        self, state: groups.GroupState, values: Any, names: Iterable[str] | None, root: Any, arguments: dict[str, Any]
+    ) -> Call:
         options = Options.make(self.operation, **arguments)
         if self.parameters == "value":
             if isinstance(root, bool) or not isinstance(root, int):
@@ -372,9 +380,8 @@ class _Entry:
                 raise ValueError(f"{self.operation}: root: found {root}, wanted a rank from 0 to {state.size - 1}")
         collected = arrays.collect(self.operation, self.argument, values, names=names, parameters=self.parameters)
         described = arrays.describe(collected)
-        if self.parameters == "grad":
-            arrays.check_arithmetic(collected, described, options.op)
-        return Call("allreduce" if root is None else "broadcast", root, collected, described, _packer(state, described, options), options)
+        packer = _packer(state, collected, described, options)
+        return Call("allreduce" if root is None else "broadcast", root, collected, described, packer, options)
 
     def _refuse(self, state: groups.GroupState, refusal: Exception) -> None:
         if _alone(state):
@@ -386,7 +393,7 @@ class _Entry:
             # The caller's own mistake is what must be seen; that the others could not be told is its context.
             raise refusal from error
 
-    def _alone(self, state: groups.GroupState, call: Call) -> Result | Handle:
+    def _run_alone(self, state: groups.GroupState, call: Call) -> Result | Handle:
         nonfinite = None
         if call.options.check_finite and call.kind == "allreduce":
             nonfinite = _C.Nonfinite(len(call.arrays))
@@ -394,6 +401,6 @@ class _Entry:
         result = call.result(nonfinite, 0)
         return state.submit(lambda: result) if call.options.async_op else result
 
-    def _in_background(self, state: groups.GroupState, chosen: transports.Transport, call: Call) -> Result:
+    def _in_background(self, state: groups.GroupState, chosen: Transport, call: Call) -> Result:
         state.check_working(self.operation)
         return chosen.run(call)

@@ -74,7 +74,9 @@ class GroupState:
                 "wanted a group that the child made itself"
             )
         if not self._inside.acquire(blocking=False):
-            raise TransportError(f"{operation}: group: found another thread inside a call on this group, wanted one call at a time")
+            raise TransportError(
+                f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
+            )
         try:
             self.check_working(operation)
             yield
@@ -106,12 +108,17 @@ class GroupState:
         future = self._worker.submit(run)
         self._pending.add(future)
         self._unreported.append(future)
-        future.add_done_callback(self._pending.discard)
 
         def reported() -> None:
             if future in self._unreported:
                 self._unreported.remove(future)
 
+        def done(finished: Future[Result]) -> None:
+            if finished.exception() is None:
+                reported()
+            self._pending.discard(finished)
+
+        future.add_done_callback(done)
         return Handle(future, reported)
 
     def drain(self) -> None:
@@ -120,15 +127,16 @@ class GroupState:
             future.exception()
 
     def raise_unreported(self) -> None:
-        """Raises the error of an earlier background call that nobody has waited for.
+        """Waits until the worker has nothing left to do, then raises what a background call found and nobody waited for.
+
+        Not before: which of them are done at some moment differs between ranks, and ranks must raise at the same call.
 
         Raises:
-            GradpackError: That error.
+            GradpackError: The first such error.
         """
-        finished = [future for future in self._unreported if future.done()]
-        self._unreported = [future for future in self._unreported if not future.done()]
-        for future in finished:
-            error = future.exception()
+        self.drain()
+        while self._unreported:
+            error = self._unreported.pop(0).exception()
             if error is not None:
                 raise error
 
@@ -176,7 +184,9 @@ def resolve(operation: str, group: Any) -> GroupState:
     dist = _torch_distributed(operation)
     if group is None:
         if not dist.is_initialized():
-            raise TransportError(f"{operation}: group: found no process group, wanted one: call torch.distributed.init_process_group()")
+            raise TransportError(
+                f"{operation}: group: found no process group, wanted one: call torch.distributed.init_process_group()"
+            )
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise TransportError(f"{operation}: group: found a group without this rank, wanted one that it is a member of")
@@ -252,7 +262,7 @@ def duplicate(process_group: Any, timeout: float) -> Any:
     # Each rank counts its own duplicates in the store, which may outlive the group (an elastic agent's does): the n-th of one
     # rank meets the n-th of every other, never the addresses that an earlier one left behind.
     number = store.add(f"{prefix}/duplicates of rank {rank}", 1)
-    meeting = dist.PrefixStore(f"{prefix}/duplicate {number}", store)
+    meeting = dist.distributed_c10d.PrefixStore(f"{prefix}/duplicate {number}", store)
     return dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=timeout))
 
 

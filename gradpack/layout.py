@@ -157,8 +157,10 @@ class Layout:
         return sum(group.numel * group.wire_itemsize for group in self.groups)
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal where shapes, dtypes, their order and the policy are (memory order is left out: ranks
-        that differ in it alone agree on a walk instead of refusing)."""
+        """16 bytes that are equal where shapes, dtypes, their order and the policy are.
+
+        Memory order is left out: ranks that differ in it alone agree on a walk instead of refusing.
+        """
         return self._fingerprint
 
     @cached_property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from gradpack import _C
 from gradpack.layout import ArraySpec, Layout, digest, plan_layout
@@ -22,10 +23,12 @@ class Planned:
     Attributes:
         layout: The packs.
         plan: The extension's side of it; stream ``i`` is ``layout.groups[i]``.
+        routes: What transports have worked out for these packs, by the transport's name.
     """
 
     layout: Layout
     plan: _C.Plan
+    routes: dict[str, Any] = field(default_factory=dict)
 
 
 class Packer:

@@ -39,7 +39,7 @@ class Result:
 class Handle:
     """A call that runs in the background (``async_op=True``). The arrays are kept alive until it is done.
 
-    An error that nobody waited for is raised by the next call on the group, or by ``close``.
+    An error that nobody waited for is raised by the next call on the group without ``async_op``, or by ``close``.
 
     Example:
         >>> handle = gradpack.allreduce(grads, async_op=True)  # doctest: +SKIP

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["SETTINGS", "Setting", "get"]
+__all__ = ["MIN_SLOT_BYTES", "SETTINGS", "Setting", "get"]
+
+MIN_SLOT_BYTES = 64 << 10
+"""The least that ``GRADPACK_SLOT_BYTES`` may be."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ def _count(text: str) -> int:
 
 def _slot_bytes(text: str) -> int:
     size = int(text)
-    if size < 4096 or size % 4096:
-        raise ValueError("wanted a positive multiple of 4096")
+    if size < MIN_SLOT_BYTES or size % MIN_SLOT_BYTES:
+        raise ValueError(f"wanted a positive multiple of {MIN_SLOT_BYTES}")
     return size
 
 

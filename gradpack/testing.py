@@ -1,7 +1,7 @@
 """For tests of gradpack and of programs that use it: ranks as processes, exact data, reports that say where arrays differ.
 
-Ranks are forked from a server that has imported torch and gradpack and started no thread, so a rank costs milliseconds; each has a
-process group of its own over loopback. A test that hangs is ended at its deadline, with the processes it started.
+Ranks are forked from a server that has imported torch and gradpack and started no thread, so a rank costs milliseconds; they
+meet in a process group over loopback. A test that hangs is ended at its deadline, with the processes it started.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _rank_main(
-    rank: int, world: int, port: int, timeout: float, backend: str, function: Callable[..., Any], args: tuple[Any, ...], out: Connection
+    rank: int,
+    world: int,
+    port: int,
+    timeout: float,
+    backend: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    out: Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -135,7 +142,9 @@ def try_ranks(
             pipe.close()
     return [
         Outcome(found.value, found.error, found.text, process.exitcode)
-        for found, process in zip((outcome or Outcome(text="killed at the deadline") for outcome in outcomes), processes, strict=True)
+        for found, process in zip(
+            (outcome or Outcome(text="killed at the deadline") for outcome in outcomes), processes, strict=True
+        )
     ]
 
 
@@ -158,6 +167,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, deadline: fl
     Example:
         >>> run_ranks(my_module.my_test, 2)  # doctest: +SKIP
     """
+    __tracebackhide__ = True  # pytest then shows the ranks' tracebacks, not this frame
     outcomes = try_ranks(function, world, *args, deadline=deadline, **options)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.text or outcome.exitcode]
     if failed:
@@ -166,16 +176,22 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, deadline: fl
     return [outcome.value for outcome in outcomes]
 
 
-def exact_values(count: int, rank: int, largest: int = 60) -> list[int]:
+def exact_values(count: int, rank: int, largest: int = 60) -> Any:
     """Whole numbers whose sums over a few ranks are exact in every dtype, neighbours and ranks distinct.
 
     Args:
         count: How many.
         rank: Whose.
         largest: The greatest magnitude; ``largest`` times the number of ranks must be at most 256 for bfloat16.
+
+    Returns:
+        A NumPy array of int64, shape ``[count]``.
     """
+    import numpy as np
+
     period = 2 * largest + 1
-    return [(7 * index + 11 * rank + index // period) % period - largest for index in range(count)]
+    index = np.arange(count)
+    return (7 * index + 11 * rank + index // period) % period - largest
 
 
 def assert_same(found: Any, wanted: Any, what: str = "array") -> None:

@@ -1,4 +1,4 @@
-"""How ranks agree before anything moves: the header that opens every call, and the details that ranks ask for when headers differ.
+"""How ranks agree before anything moves: the header that opens every call, and the details that follow when headers differ.
 
 Every rank sees the same headers, so every rank reaches the same verdict: no decision is taken alone. A rank that refuses its
 own arguments sends a header all the same, with its reason in the details.
@@ -55,9 +55,7 @@ class Header:
     def encode(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
         presence = digest(self.present.hex())
-        fields = _STRUCT.pack(
-            _MAGIC, PROTOCOL, self.refused, self.call, self.count, self.fingerprint, self.walk, presence
-        )
+        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.call, self.count, self.fingerprint, self.walk, presence)
         return (fields + self.present[: PRESENCE_GRADIENTS // 8]).ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
@@ -69,7 +67,10 @@ class Header:
         """
         magic, protocol, refused, call, count, fingerprint, walk, presence = _STRUCT.unpack_from(data)
         if magic != _MAGIC or protocol != PROTOCOL:
-            raise LayoutMismatch(f"found a header of protocol {protocol} ({magic!r}), wanted {PROTOCOL} ({_MAGIC!r}): the ranks run different versions of gradpack")
+            raise LayoutMismatch(
+                f"found a header of protocol {protocol} ({magic!r}), wanted {PROTOCOL} ({_MAGIC!r}): "
+                "the ranks run different versions of gradpack"
+            )
         bits = min(count, PRESENCE_GRADIENTS)
         present = data[_STRUCT.size : _STRUCT.size + (bits + 7) // 8]
         return Header(bool(refused), call, count, fingerprint, walk, present, presence)

@@ -1,8 +1,7 @@
 """Staged transports: pack into a slot, a collective on the slot, unpack; three slots make the three overlap.
 
-Words of this file: a *slice* is what one collective carries, a range of a stream: a pack, a part of a big one, or several small
-neighbours. The *opening* is the all-gather that begins every call: each rank's header and, in small worlds, the first bytes of
-its packs, so that a small model needs no other collective.
+A *slice* is what one collective carries (``slices.py``). The *opening* is the all-gather that begins every call: each rank's
+header and, in small worlds, the first bytes of its packs, so that a small model needs no other collective.
 
 A 16-bit wire (and a dtype that the backend cannot sum) goes the *sharded* way: an all-to-all gives each rank its shard of the
 slice from every rank, it sums them in rank order in float32, divides, rounds once, and an all-gather spreads the result.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,26 +19,21 @@ from gradpack import _C, arrays, settings
 from gradpack.dtypes import DTYPES
 from gradpack.errors import LayoutMismatch
 from gradpack.groups import GroupState
-from gradpack.layout import Layout
 from gradpack.packer import Packer, Planned
 from gradpack.result import Result
 from gradpack.transports import handshake
 from gradpack.transports.base import Call, Transport
 from gradpack.transports.handshake import HEADER_BYTES, Details, Header
+from gradpack.transports.slices import LINE_BYTES, Slice, payload_slices, round_up, wire_slices
 
-__all__ = ["MERGE_BYTES", "PAYLOAD_BYTES", "Slice", "StagedTransport", "Work", "payload_slices", "wire_slices"]
+__all__ = ["PAYLOAD_BYTES", "StagedTransport", "Work"]
 
 NUM_SLOTS = 3
-MERGE_BYTES = 256 << 10
-"""Neighbouring packs travel together until they reach this size: below it a collective costs more than it hides."""
-
 PAYLOAD_BYTES = 16 << 10
 """Bytes of payload in the opening."""
 
 MAX_PAYLOAD_WORLD = 8
 """Above this many ranks the opening is the headers alone: its size grows with their number."""
-
-_LINE = 64
 
 
 class Work(Protocol):
@@ -48,61 +41,6 @@ class Work(Protocol):
 
     def wait(self, deadline: float) -> None:
         """Waits until it is done or ``time.monotonic()`` passes ``deadline``; raises a ``TransportError`` then."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A range of a stream that one collective carries, in elements; ``offset`` is its place in the slot or the opening."""
-
-    stream: int
-    begin: int
-    end: int
-    offset: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements in the slice."""
-        return self.end - self.begin
-
-
-def payload_slices(layout: Layout, payload_bytes: int) -> list[Slice]:
-    """The head of the streams, as much as fits into the payload of an opening."""
-    slices, at = [], 0
-    for stream, group in enumerate(layout.groups):
-        fits = min(group.numel, (payload_bytes - at) // group.wire_itemsize)
-        if fits > 0:
-            slices.append(Slice(stream, 0, fits, at))
-            at += _up(fits * group.wire_itemsize, _LINE)
-    return slices
-
-
-def wire_slices(layout: Layout, payload: list[Slice], limit: Callable[[int], int]) -> list[Slice]:
-    """Cuts what the payload left over: small neighbouring packs together, big ones in near-equal parts.
-
-    Args:
-        layout: The packs.
-        payload: What has travelled already.
-        limit: Gives the most bytes of a slice of a stream.
-    """
-    sent = {part.stream: part.end for part in payload}
-    slices: list[Slice] = []
-    for stream, group in enumerate(layout.groups):
-        most = max(1, limit(stream) // group.wire_itemsize)
-        small = MERGE_BYTES // group.wire_itemsize
-        begin = sent.get(stream, 0)
-        for cut in group.cuts[1:]:
-            if cut <= begin or (cut < group.numel and cut - begin < small):
-                continue
-            parts = -(-(cut - begin) // most)
-            for part in range(parts):
-                first = begin + (cut - begin) * part // parts
-                slices.append(Slice(stream, first, begin + (cut - begin) * (part + 1) // parts))
-            begin = cut
-    return slices
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 @dataclass
@@ -134,7 +72,7 @@ class StagedTransport(Transport):
         self._opening = NUM_SLOTS * self._slot_bytes
         self._openings = self._opening + self._opening_bytes
         self._buffer = _C.Buffer(self._openings + state.size * self._opening_bytes)
-        self._calls = 0
+        self.calls = 0
 
     @abstractmethod
     def sums(self, dtype: str) -> bool:
@@ -188,13 +126,13 @@ class StagedTransport(Transport):
     def explain(self, packer: Packer) -> list[str]:
         """See ``Transport.explain``."""
         layout = packer.layout
-        payload = payload_slices(layout, self._payload_bytes)
-        slices = wire_slices(layout, payload, self._slice_bytes(layout))
+        payload, slices = self._route(packer.planned(frozenset()), self._payload_bytes)
         opening = sum(part.numel * layout.groups[part.stream].wire_itemsize for part in payload)
-        ways = {self._way(layout, stream) for stream in range(len(layout.groups))}
+        ways = {"all-reduce" if self.sums(group.wire) else "sharded" for group in layout.groups}
         return [
             f"opening: one all-gather of {self._opening_bytes:,} bytes a rank, {opening:,} of them payload",
-            f"then: {len(slices)} collectives ({', '.join(sorted(ways)) or 'none'}) through {NUM_SLOTS} slots of {self._slot_bytes:,} bytes",
+            f"then: {len(slices)} collectives ({', '.join(sorted(ways)) or 'none'})",
+            f"through {NUM_SLOTS} slots of {self._slot_bytes:,} bytes",
         ]
 
     def close(self) -> None:
@@ -205,8 +143,8 @@ class StagedTransport(Transport):
         return time.monotonic() + (self._state.timeout if timeout is None else timeout)
 
     def _next_call(self) -> int:
-        self._calls += 1
-        return self._calls
+        self.calls += 1
+        return self.calls
 
     def _write(self, offset: int, data: bytes) -> None:
         memoryview(self._buffer)[offset : offset + len(data)] = data
@@ -214,25 +152,27 @@ class StagedTransport(Transport):
     def _read(self, offset: int, nbytes: int) -> bytes:
         return bytes(memoryview(self._buffer)[offset : offset + nbytes])
 
-    def _way(self, layout: Layout, stream: int) -> str:
-        return "all-reduce" if self.sums(layout.groups[stream].wire) else "sharded"
-
-    def _slice_bytes(self, layout: Layout) -> Callable[[int], int]:
-        # A sharded slice needs the other half of its slot for the shards of the other ranks, and room to make shards equal.
-        half = self._slot_bytes // 2 - self._state.size * _LINE
-        return lambda stream: self._slot_bytes if self._way(layout, stream) == "all-reduce" else half
+    def _route(self, planned: Planned, payload_bytes: int) -> tuple[list[Slice], list[Slice]]:
+        """What the opening carries, and the slices that follow it."""
+        name = f"{self.name} after {payload_bytes} bytes"
+        route: tuple[list[Slice], list[Slice]] | None = planned.routes.get(name)
+        if route is None:
+            # A sharded slice needs the other half of its slot for the shards of the other ranks, and room to make shards equal.
+            half = self._slot_bytes // 2 - self._state.size * LINE_BYTES
+            limits = [self._slot_bytes if self.sums(group.wire) else half for group in planned.layout.groups]
+            payload = payload_slices(planned.layout, payload_bytes)
+            route = planned.routes[name] = payload, wire_slices(planned.layout, payload, limits)
+        return route
 
     def _carry_out(self, run: _Run) -> None:
         call = run.call
-        payload = payload_slices(run.planned.layout, self._payload_bytes)
+        payload, slices = self._route(run.planned, self._payload_bytes)
         opening = self._open(run, payload)
-        slices = wire_slices(run.planned.layout, payload, self._slice_bytes(run.planned.layout))
         ahead = self._pack_ahead(run, slices)
         opening.wait(run.deadline)
         run.wire_bytes += (self._state.size - 1) * self._opening_bytes
         if not self._agree(run):
-            payload = []
-            slices = wire_slices(run.planned.layout, payload, self._slice_bytes(run.planned.layout))
+            payload, slices = self._route(run.planned, 0)
             ahead = self._pack_ahead(run, slices)
         try:
             self._finish_payload(run, payload)
@@ -298,8 +238,8 @@ class StagedTransport(Transport):
             absent = [rank for rank, bits in enumerate(presence) if not bits[index // 8] >> (index % 8) & 1]
             others = f" (and {len(partly) - 1} more gradients)" if len(partly) > 1 else ""
             raise LayoutMismatch(
-                f"{call.collected.where(index)}: None on {handshake.ranks_text(absent)}, an array elsewhere{others}; wanted one on "
-                "every rank, or missing='zeros' or 'mean_present'"
+                f"{call.collected.where(index)}: None on {handshake.ranks_text(absent)}, an array elsewhere{others}; "
+                "wanted one on every rank, or missing='zeros' or 'mean_present'"
             )
         lacking = [index for index in _absent(call.arrays) if counts[index]]
         if lacking:
@@ -318,8 +258,8 @@ class StagedTransport(Transport):
         """All-gathers bytes of any length, through the slots."""
         size = self._state.size
         source, target = 0, self._slot_bytes
-        step = (NUM_SLOTS - 1) * self._slot_bytes // size // _LINE * _LINE
-        step = min(step, self._slot_bytes)
+        # Not the slots' own size: that is a setting, and one of those that ranks may be about to be told they differ in.
+        step = max(LINE_BYTES, settings.MIN_SLOT_BYTES // size // LINE_BYTES * LINE_BYTES)
 
         def gather(part: bytes, nbytes: int) -> list[bytes]:
             self._write(source, part.ljust(nbytes, b"\0"))
@@ -353,9 +293,9 @@ class StagedTransport(Transport):
                 if step >= ahead:
                     self._pack(run, slices[step], step)
                 works.append(self._launch(run, slices[step], step))
-            if 0 <= step - 1 < len(slices):
+            if 1 <= step <= len(slices):
                 works[step - 1] = self._advance(run, slices[step - 1], step - 1, works[step - 1])
-            if 0 <= step - 2:
+            if step >= 2:
                 works[step - 2].wait(run.deadline)
                 self._unpack(run, slices[step - 2], step - 2)
 
@@ -365,7 +305,7 @@ class StagedTransport(Transport):
     def _shard_bytes(self, run: _Run, part: Slice) -> int:
         group = run.planned.layout.groups[part.stream]
         itemsize = group.wire_itemsize
-        return _up(-(-part.numel // self._state.size) * itemsize, _LINE)
+        return round_up(-(-part.numel // self._state.size) * itemsize, LINE_BYTES)
 
     def _pack(self, run: _Run, part: Slice, index: int) -> None:
         call = run.call
@@ -398,9 +338,7 @@ class StagedTransport(Transport):
         begin = min(part.end, part.begin + rank * per_shard)
         end = min(part.end, begin + per_shard)
         offsets = [rows + peer * shard for peer in range(size)]
-        run.planned.plan.reduce(
-            part.stream, begin, end, self._buffer, offsets, self._buffer, rows, run.divisor, run.counts
-        )
+        run.planned.plan.reduce(part.stream, begin, end, self._buffer, offsets, self._buffer, rows, run.divisor, run.counts)
         return self.start_all_gather(rows, shard, self._slot(index))
 
     def _unpack(self, run: _Run, part: Slice, index: int) -> None:

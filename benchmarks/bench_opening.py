@@ -1,0 +1,86 @@
+"""How large the payload of the opening all-gather should be, and whether the store could do its work.
+
+Every call of gradpack opens with one all-gather that carries a header and the first bytes of the packs. This measures whole calls
+for models of several sizes under several payloads, beside a flat, preallocated all-reduce of the same bytes in the same run, and
+an agreement through the store (each rank sets its header, then reads the others'). Run it with torchrun::
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_opening.py
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import gradpack
+from gradpack.transports import staged
+
+PAYLOADS = [0, 1 << 10, 4 << 10, 16 << 10, 64 << 10]
+SIZES = [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 400 << 10, 4 << 20]
+
+
+def timed(call: Callable[..., object], *args: object, **options: object) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    call(*args, **options)
+    return time.perf_counter() - began
+
+
+def make_groups() -> dict[int, dist.ProcessGroup]:
+    """One group for each payload, since a group's transport fixes its payload when it is made."""
+    groups = {}
+    for payload in PAYLOADS:
+        staged.PAYLOAD_BYTES = payload
+        groups[payload] = dist.new_group(list(range(dist.get_world_size())))
+        gradpack.allreduce([torch.ones(1)], group=groups[payload])
+    return groups
+
+
+def through_the_store(store: dist.Store, call: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store.set(f"{call}/{rank}", b"\0" * 640)
+    for peer in range(world):
+        store.get(f"{call}/{peer}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--tensors", type=int, default=4)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    groups = make_groups()
+    flat_group = dist.new_group(list(range(dist.get_world_size())))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        columns = " ".join(f"{payload >> 10:>6} KiB" for payload in PAYLOADS)
+        print(f"{dist.get_world_size()} ranks; medians of {options.iterations} iterations, ms, and of ratios to flat")
+        print(f"{'bytes':>9} {'flat':>7}  gradpack with a payload of: {columns}   agreement by store")
+    for nbytes in SIZES:
+        grads = [part.clone() for part in torch.ones(max(1, nbytes // 4)).chunk(options.tensors)]
+        flat = torch.ones(max(1, nbytes // 4))
+        times: dict[object, list[float]] = {key: [] for key in ["flat", "store", *PAYLOADS]}
+        for iteration in range(options.iterations + 10):
+            row: dict[object, float] = {"flat": timed(dist.all_reduce, flat, group=flat_group)}
+            for payload, group in groups.items():
+                row[payload] = timed(gradpack.allreduce, grads, group=group)
+            row["store"] = timed(through_the_store, store, nbytes * 1000 + iteration)
+            if iteration >= 10:
+                for key, seconds in row.items():
+                    times[key].append(seconds)
+        if dist.get_rank() == 0:
+            ms = {key: 1e3 * statistics.median(found) for key, found in times.items()}
+            cells = []
+            for payload in PAYLOADS:
+                ratio = statistics.median(a / b for a, b in zip(times[payload], times["flat"], strict=True))
+                cells.append(f"{ms[payload]:5.2f} {ratio:4.1f}")
+            print(f"{nbytes:>9} {ms['flat']:7.3f}  {'':27}{' '.join(cells)}   {ms['store']:6.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""broadcast: every bit of the root, of modules and optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_allreduce import batch_of, make_model
+from torch import nn
+
+import gradpack
+from gradpack.testing import assert_same, run_ranks
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def broadcasts(rank: int, world: int, root: int) -> None:
+    model, wanted = make_model(rank), make_model(root)
+    for seed, module in ((rank, model), (root, wanted)):
+        module[1].running_mean.fill_(float(seed))
+        module.register_buffer("mask", torch.tensor([True, seed % 2 == 0, False]))
+    result = gradpack.broadcast(model, root)
+    assert result.finite is None and (result.wire_bytes > 0) == (world > 1)
+    for (name, found), other in zip(model.state_dict().items(), wanted.state_dict().values(), strict=True):
+        assert torch.equal(found, other), name
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if rank == root:
+        optimizer.param_groups[0]["lr"] = 0.125
+        for step in range(3):
+            images, labels = batch_of(step, rank)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    gradpack.broadcast(model, root, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    mine = torch.cat([tensor.flatten() for tensor in [*model.parameters(), *state_of(optimizer)]]).detach()
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    for other in everyone:
+        assert_same(other, mine)
+    assert len(state_of(optimizer)) == 3 * len(list(model.parameters()))
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    values = patterns.clone() if rank == root else torch.zeros(65536, dtype=torch.float16)
+    gradpack.broadcast([values], root)
+    assert torch.equal(values.view(torch.int16), patterns.view(torch.int16))
+
+
+@pytest.mark.parametrize(("world", "root"), [(1, 0), (2, 1), (4, 2)])
+def test_broadcast_copies_every_bit_of_the_root(world: int, root: int) -> None:
+    run_ranks(broadcasts, world, root)
+
+
+def optimizers_that_differ(rank: int, world: int) -> str:
+    model = make_model()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters if rank == 0 else parameters[:-1])
+    optimizer.step()
+    kind: type[Exception] = gradpack.LayoutMismatch if rank == 0 else ValueError
+    with pytest.raises(kind) as caught:
+        gradpack.broadcast(model, optimizer=optimizer)
+    gradpack.broadcast(model)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_cannot_take_the_roots_state_reaches_all_ranks() -> None:
+    assert "rank 1 refused: ValueError" in run_ranks(optimizers_that_differ, 2)[0]

@@ -1,0 +1,53 @@
+"""The contract of every transport: right sums and means for every dtype, size, op and wire, in worlds of 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import ranks_contract
+
+from gradpack.testing import run_ranks
+
+TRANSPORTS = ["process_group"]
+LONG = os.environ.get("GRADPACK_TEST_LONG") == "1"
+DTYPES = tuple(ranks_contract.DTYPES)
+ELSEWHERE = {"GRADPACK_FULL_PATH": "1"}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def check(transport: str, world: int, listed: list[ranks_contract.Case], environment: dict[str, str]) -> None:
+    made = run_ranks(ranks_contract.run_cases, world, transport, listed, ELSEWHERE | environment, deadline=300)
+    assert made == [len(listed)] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_small_arrays(transport: str, world: int) -> None:
+    listed = list(ranks_contract.cases((0, 1, 17, 4097), DTYPES, (1, 4)))
+    check(transport, world, listed, {})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_arrays_of_several_slices(transport: str, world: int) -> None:
+    # Slots of 64 KiB make a few hundred kilobytes go round the three slots several times.
+    listed = list(ranks_contract.cases((100_003,), DTYPES, (1, 3, 4)))
+    if not LONG:
+        listed = random.Random(world).sample(listed, len(listed) // 2)
+    check(transport, world, listed, {"GRADPACK_SLOT_BYTES": "65536"})
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_pack_boundaries(transport: str, world: int) -> None:
+    # A slot of 64 KiB holds 16384 float32 elements, half a slot (less what evens out shards) 16-bit ones.
+    counts = tuple(edge + step for edge in (4096, 16384, 32768) for step in (-1, 0, 1))
+    listed = list(ranks_contract.cases(counts, ("float32", "bfloat16", "int16"), (1, 2)))
+    check(transport, world, listed, {"GRADPACK_SLOT_BYTES": "65536"})
+
+
+def test_more_splits_than_elements(transport: str) -> None:
+    check(transport, 2, list(ranks_contract.cases((1, 5000), ("float32", "int64"), (20_000, 1_000_000))), {})

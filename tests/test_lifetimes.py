@@ -1,0 +1,195 @@
+"""What lives beyond a call: background calls, groups, threads, forks, deadlines."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradpack
+from gradpack import groups
+from gradpack.testing import assert_same, every_rank_raises, run_ranks, try_ranks
+
+
+def background(rank: int, world: int) -> None:
+    grads = [[torch.full((30_000,), float(rank + call))] for call in range(6)]
+    handles = [gradpack.allreduce(listed, op="sum", async_op=True) for listed in grads]
+    last = torch.full((3,), float(rank))
+    gradpack.allreduce([last], op="sum")  # in call order: after the six
+    assert all(handle.done() for handle in handles)
+    for call, (handle, listed) in enumerate(zip(handles, grads, strict=True)):
+        assert handle.wait().finite is True and handle.wait().finite is True
+        assert_same(listed[0], torch.full((30_000,), float(sum(range(world)) + call * world)))
+    # Arrays live until the call is done even if nobody else holds them.
+    temporary = torch.ones(200_000)
+    alive = weakref.ref(temporary)
+    handle = gradpack.allreduce([temporary], async_op=True)
+    del temporary
+    handle.wait()
+    del handle
+    gc.collect()
+    # What a dropped Handle found comes out of the next call that waits, on every rank; the one after works.
+    gradpack.allreduce([torch.ones(3 + rank)], async_op=True)
+    gradpack.allreduce([torch.ones(3)], async_op=True)
+    with pytest.raises(gradpack.LayoutMismatch, match=r"grads\[0\]: float32"):
+        gradpack.allreduce([torch.ones(3)])
+    gradpack.allreduce([torch.ones(3)])
+    gradpack.allreduce([torch.ones(3 + rank)], async_op=True)
+    with pytest.raises(gradpack.LayoutMismatch, match=r"grads\[0\]: float32"):
+        gradpack.close()
+    failed = gradpack.allreduce([torch.ones(3 + rank)], async_op=True)
+    with pytest.raises(gradpack.LayoutMismatch):
+        failed.wait()
+    gradpack.allreduce([torch.ones(3)])
+    gradpack.close()
+    assert alive() is None
+
+
+def test_background_calls_run_in_call_order() -> None:
+    run_ranks(background, 2)
+
+
+def groups_and_duplicates(rank: int, world: int) -> None:
+    """Traffic never mixes with the caller's own, subgroups work, closed and re-made groups start anew."""
+    own = torch.full((1000,), float(rank))
+    pending = dist.all_reduce(own, async_op=True) if rank == 0 else None
+    grad = torch.full((70_000,), float(rank))
+    gradpack.allreduce([grad], op="sum")
+    if rank != 0:
+        pending = dist.all_reduce(own, async_op=True)
+    assert pending is not None
+    pending.wait()
+    assert_same(own, torch.full((1000,), float(sum(range(world)))))
+    assert_same(grad, torch.full((70_000,), float(sum(range(world)))))
+
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        grad = torch.full((10,), float(rank))
+        gradpack.allreduce([grad], op="sum", group=pair)
+        assert_same(grad, torch.full((10,), 2.0))
+        values = torch.full((4,), float(rank))
+        gradpack.broadcast([values], root=1, group=pair)  # ranks are those of the group: this is rank 2
+        assert_same(values, torch.full((4,), 2.0))
+    else:
+        with pytest.raises(gradpack.TransportError, match="without this rank"):
+            gradpack.allreduce([torch.ones(1)], group=pair)
+    for _ in range(5):
+        gradpack.close()
+        grad = torch.full((10,), float(rank))
+        gradpack.allreduce([grad], op="sum")
+        assert_same(grad, torch.full((10,), float(sum(range(world)))))
+    dist.barrier()
+    if rank in (0, 2):
+        dist.destroy_process_group(pair)
+        with pytest.raises(gradpack.TransportError, match="destroyed"):
+            gradpack.allreduce([torch.ones(1)], group=pair)
+    with pytest.raises(TypeError, match="group: found str"):
+        gradpack.allreduce([torch.ones(1)], group="world")
+    state = weakref.ref(groups.resolve("test", None))
+    dist.destroy_process_group()
+    gc.collect()
+    assert state() is None
+    with pytest.raises(gradpack.TransportError, match="init_process_group"):
+        gradpack.allreduce([torch.ones(1)])
+
+
+def test_groups() -> None:
+    run_ranks(groups_and_duplicates, 3)
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(gradpack.TransportError, match=r"torch\.distributed\.init_process_group\(\)"):
+        gradpack.allreduce([torch.ones(1)])
+    with pytest.raises(gradpack.TransportError, match=r"broadcast: group: found no process group"):
+        gradpack.broadcast([torch.ones(1)])
+
+
+def from_a_forked_child(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(1)])
+    subgroup = dist.new_group([0, 1])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = []
+        for group in (None, subgroup):  # one that gradpack knows already, one that it never saw
+            try:
+                gradpack.allreduce([torch.ones(1)], group=group)
+            except gradpack.TransportError as error:
+                told.append(str(error))
+        os.write(write, "|".join(told).encode())
+        os._exit(0)
+    os.close(write)
+    told = os.read(read, 10_000).decode().split("|")
+    os.waitpid(child, 0)
+    assert len(told) == 2 and all("forked child" in message for message in told), told
+    gradpack.allreduce([torch.ones(1)])
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
+    run_ranks(from_a_forked_child, 2)
+
+
+def from_a_second_thread(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(1)])
+    inside = threading.Event()
+    found: list[str] = []
+
+    def grads() -> Any:
+        inside.set()
+        yield torch.ones(4)
+        second.join()
+
+    def other() -> None:
+        inside.wait(10)
+        try:
+            gradpack.allreduce([torch.ones(1)])
+        except gradpack.TransportError as error:
+            found.append(str(error))
+
+    second = threading.Thread(target=other)
+    second.start()
+    gradpack.allreduce(grads())
+    second.join()
+    assert len(found) == 1 and "another thread" in found[0], found
+    gradpack.allreduce([torch.ones(1)])
+
+
+def test_a_second_thread_inside_a_call_is_refused() -> None:
+    run_ranks(from_a_second_thread, 2)
+
+
+def too_late(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(4)])
+    if rank == 1:
+        time.sleep(2.5)
+        return
+    grad = torch.full((4,), 7.0)
+    began = time.monotonic()
+    with pytest.raises(gradpack.TransportTimeout, match="deadline"):
+        gradpack.allreduce([grad], timeout=timedelta(seconds=0.5))
+    assert 0.4 < time.monotonic() - began < 2
+    assert_same(grad, torch.full((4,), 7.0))
+    with pytest.raises(gradpack.TransportError, match="broken by an earlier failure"):
+        gradpack.allreduce([grad])
+
+
+def test_a_deadline_that_passes_breaks_the_group() -> None:
+    outcomes = try_ranks(too_late, 2)
+    assert [outcome.text for outcome in outcomes] == ["", ""]
+
+
+def raises_mismatch(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(2 + rank)])
+
+
+def test_an_uncaught_mismatch_ends_every_rank_with_its_class() -> None:
+    messages = every_rank_raises(try_ranks(raises_mismatch, 3), gradpack.LayoutMismatch)
+    assert messages[0] == "allreduce: grads[0]: float32[2] here, float32[3] on rank 1, float32[4] on rank 2"
