@@ -1,0 +1,38 @@
+// Work that other Python threads need not wait for.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#include <unistd.h>
+#endif
+
+namespace gradpack {
+
+// Calls work() with the GIL released. pybind11's gil_scoped_release takes it back in a destructor; a daemon thread that
+// does so while the interpreter ends is unwound by Python (before 3.14), and a destructor that is unwound ends the process
+// with SIGABRT. Such a thread stops here instead, as Python 3.14 has it, and dies with the process.
+template <typename Work>
+void without_gil(Work&& work) {
+  PyThreadState* const state = PyEval_SaveThread();
+  const auto take_back = [&] {
+#if defined(__GLIBCXX__)
+    try {
+      PyEval_RestoreThread(state);
+    } catch (const abi::__forced_unwind&) {
+      while (true) pause();
+    }
+#else
+    PyEval_RestoreThread(state);
+#endif
+  };
+  try {
+    work();
+  } catch (...) {
+    take_back();
+    throw;
+  }
+  take_back();
+}
+
+}  // namespace gradpack
