@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from gradpack.errors import BuildError, TransportError
 from gradpack.result import Handle, Result
 
-__all__ = ["GroupState", "close", "duplicate", "resolve"]
+__all__ = ["GroupState", "close", "duplicate", "release", "resolve"]
 
 
 class _Closeable(Protocol):
@@ -264,6 +264,15 @@ def duplicate(process_group: Any, timeout: float) -> Any:
     number = store.add(f"{prefix}/duplicates of rank {rank}", 1)
     meeting = dist.distributed_c10d.PrefixStore(f"{prefix}/duplicate {number}", store)
     return dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=timeout))
+
+
+def release(duplicated: Any) -> None:
+    """Ends what ``duplicate`` made."""
+    import torch.distributed as dist
+
+    # A duplicate of gloo is ours alone and ends with its last reference; torch keeps a list of the others.
+    if isinstance(duplicated, dist.ProcessGroup) and duplicated in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(duplicated)
 
 
 def _in_forked_child() -> None:

@@ -88,6 +88,32 @@ def test_equals_all_reduce(world: int) -> None:
     run_ranks(against_all_reduce, world)
 
 
+ANCESTORS_SHAPES = [[(4,), (4,), (3, 3), (3, 3)], [(8,), (3, 3), (12,), (5, 5, 5)], [(8,), (3, 3), (12,), (5, 5, 5), (3,), (4,)]]
+
+
+def whole_numbers(rank: int, world: int) -> None:
+    """Packed and unpacked sums are equal on whole numbers; shapes and values are those of its ancestors' tests."""
+    for shapes in ANCESTORS_SHAPES:
+        grads, at = [], 10 * rank
+        for shape in shapes:
+            count = int(np.prod(shape))
+            grads.append(torch.arange(at, at + count, dtype=torch.float32).reshape(shape))
+            at += count
+        wanted = [grad.clone() for grad in grads]
+        for tensor in wanted:
+            dist.all_reduce(tensor)
+        for options in ({"splits": 1}, {"splits": 3}, {"splits": 8}, {"bytes_per_pack": 40}, {"cut": "gradient"}):
+            packed = [grad.clone() for grad in grads]
+            gradpack.allreduce(packed, op="sum", **options)
+            for found, other in zip(packed, wanted, strict=True):
+                assert_same(found, other)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_whole_numbers_sum_as_unpacked_ones(world: int) -> None:
+    run_ranks(whole_numbers, world)
+
+
 def sixteen_bits(rank: int, world: int) -> None:
     """The same bits on all ranks and for every splits; no finite mean becomes inf through the sum."""
     torch.manual_seed(rank)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -103,6 +103,36 @@ def groups_and_duplicates(rank: int, world: int) -> None:
 
 def test_groups() -> None:
     run_ranks(groups_and_duplicates, 3)
+
+
+class Renamed(dist.ProcessGroupGloo):
+    """A backend that gradpack does not know: gloo by another name."""
+
+    made: ClassVar[list[dist.ProcessGroupGloo]] = []  # torch keeps the C++ half only; without this one the name is gone
+
+    def name(self) -> str:
+        return "renamed"
+
+    @staticmethod
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        Renamed.made.append(Renamed(store, rank, size, timeout))
+        return Renamed.made[-1]
+
+
+def over_an_unknown_backend(rank: int, world: int) -> None:
+    dist.Backend.register_backend("renamed", Renamed.create, devices=["cpu"])
+    group = dist.new_group([0, 1], backend="renamed")
+    known = len(dist.distributed_c10d._world.pg_map)
+    grad = torch.full((100_000,), float(rank))
+    gradpack.allreduce([grad], op="sum", group=group)
+    assert_same(grad, torch.ones(100_000))
+    assert (len(Renamed.made), len(dist.distributed_c10d._world.pg_map)) == (2, known + 1)
+    gradpack.close(group)
+    assert len(dist.distributed_c10d._world.pg_map) == known
+
+
+def test_any_backend_is_duplicated_as_itself() -> None:
+    run_ranks(over_an_unknown_backend, 2)
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:

@@ -105,4 +105,5 @@ class ProcessGroupTransport(StagedTransport):
         """See ``Transport.close``."""
         super().close()
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._group = None
+        duplicated, self._group = self._group, None
+        groups.release(duplicated)
