@@ -29,15 +29,15 @@ template <typename... Parts>
 }  // namespace gradpack
 
 // What the caller may have done wrong: GP_CHECK(kType, ok, "allreduce: grads[", i, "]: found ", a, ", wanted ", b).
-#define GP_CHECK(kind, condition, ...)                                          \
-  do {                                                                          \
+#define GP_CHECK(kind, condition, ...)                                             \
+  do {                                                                             \
     if (!(condition)) ::gradpack::raise(::gradpack::ErrorKind::kind, __VA_ARGS__); \
   } while (0)
 
 // What only a bug in gradpack can cause.
-#define GP_INTERNAL(condition, ...)                                                              \
-  do {                                                                                           \
-    if (!(condition))                                                                            \
-      ::gradpack::raise(::gradpack::ErrorKind::kRuntime, "internal error in gradpack (please report it): ", \
-                        #condition, ": ", __VA_ARGS__);                                          \
+#define GP_INTERNAL(condition, ...)                                                                                           \
+  do {                                                                                                                        \
+    if (!(condition))                                                                                                         \
+      ::gradpack::raise(::gradpack::ErrorKind::kRuntime, "internal error in gradpack (please report it): ", #condition, ": ", \
+                        __VA_ARGS__);                                                                                         \
   } while (0)

@@ -36,21 +36,11 @@ struct DTypeTraits {
 };
 
 inline constexpr DTypeTraits kDTypeTraits[kNumDTypes] = {
-    {"bool", 1, DType::kBool, false},
-    {"int8", 1, DType::kInt8, false},
-    {"int16", 2, DType::kInt16, false},
-    {"int32", 4, DType::kInt32, false},
-    {"int64", 8, DType::kInt64, false},
-    {"uint8", 1, DType::kUInt8, false},
-    {"uint16", 2, DType::kUInt16, false},
-    {"uint32", 4, DType::kUInt32, false},
-    {"uint64", 8, DType::kUInt64, false},
-    {"float16", 2, DType::kFloat16, true},
-    {"bfloat16", 2, DType::kBFloat16, true},
-    {"float32", 4, DType::kFloat32, true},
-    {"float64", 8, DType::kFloat64, true},
-    {"complex32", 4, DType::kFloat16, true},
-    {"complex64", 8, DType::kFloat32, true},
+    {"bool", 1, DType::kBool, false},          {"int8", 1, DType::kInt8, false},        {"int16", 2, DType::kInt16, false},
+    {"int32", 4, DType::kInt32, false},        {"int64", 8, DType::kInt64, false},      {"uint8", 1, DType::kUInt8, false},
+    {"uint16", 2, DType::kUInt16, false},      {"uint32", 4, DType::kUInt32, false},    {"uint64", 8, DType::kUInt64, false},
+    {"float16", 2, DType::kFloat16, true},     {"bfloat16", 2, DType::kBFloat16, true}, {"float32", 4, DType::kFloat32, true},
+    {"float64", 8, DType::kFloat64, true},     {"complex32", 4, DType::kFloat16, true}, {"complex64", 8, DType::kFloat32, true},
     {"complex128", 16, DType::kFloat64, true},
 };
 

@@ -34,7 +34,8 @@ namespace cpu {
 // for finite ones that overflow the wire dtype.
 void pack(const Range& range, void* wire, uint8_t* nonfinite);
 
-// wire -> gradients: divide in the wire's dtype, cast to stream.dtype, write. Looks for non-finite values in what it writes.
+// wire -> gradients: divide in the wire's accumulator (see reduce_unpack), cast once to stream.dtype, write. Looks for
+// non-finite values in what it writes.
 void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t* nonfinite);
 
 // rows -> gradients: sums num_rows wire buffers of the range in row order (accumulator: float32 for 16-bit floats and

@@ -41,6 +41,10 @@ GP_INLINE bool convert_singles(const From* from, To* to, int64_t count, Accumula
   return seen;
 }
 
+// How far ahead of the loads a convert fetches. Measured: a page (so into the next one, where hardware prefetch starts anew)
+// is 5 to 8 % faster than none, and than 1 KiB.
+constexpr uint64_t kPrefetchBytes = 4096;
+
 // One step of a convert: Simd's lanes at index i.
 template <typename Simd, typename From, typename To, Division how, bool look>
 struct ConvertStep {
@@ -55,6 +59,10 @@ struct ConvertStep {
 
   template <bool stream>
   GP_INLINE void at(int64_t i) {
+    if constexpr (Simd::kBytes >= 32) {
+      // May point past the run: into the next gradient, as often as not, and nowhere does a prefetch fault.
+      __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uint64_t>(from + i) + kPrefetchBytes));
+    }
     if constexpr (kRaw) {
       const auto written = Simd::template store_raw<stream>(to + i, Simd::load_raw(from + i));
       if constexpr (look) seen.template note<To>(written);
