@@ -20,7 +20,7 @@ PYTHON_LAYERS = [
     ["packer"],
     ["groups"],
     ["sync", "scaling", "trace"],
-    ["arrays"],
+    ["arrays", "optimizer_state"],
     ["layout"],
     ["options", "result"],
     ["dtypes", "errors", "settings", "_version", "_C"],
@@ -34,7 +34,7 @@ SEPARATE = [
 STDLIB_ONLY = {"layout", "options", "dtypes", "errors", "settings", "_version"}
 # The only modules that may name a framework, even inside a function or for a type checker.
 FRAMEWORKS = {
-    "torch": {"arrays", "groups", "transports.process_group", "towers.replicas", "testing"},
+    "torch": {"arrays", "optimizer_state", "groups", "transports.process_group", "towers.replicas", "testing"},
     "numpy": {"arrays", "testing"},
     "cupy": {"arrays", "testing"},
     "mpi4py": {"groups", "testing"},
