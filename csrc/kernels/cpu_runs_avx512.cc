@@ -30,11 +30,7 @@ struct Simd {
   }
   static GP_INLINE __m512 load(const float* from) { return _mm512_castsi512_ps(load_raw(from)); }
   static GP_INLINE Doubles load(const double* from) { return {_mm512_loadu_pd(from), _mm512_loadu_pd(from + 8)}; }
-  // In two halves: gradients often begin at multiples of 32 bytes, and then no load crosses a cache line.
-  static GP_INLINE __m512i load_raw(const void* from) {
-    const __m256i* halves = static_cast<const __m256i*>(from);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(halves)), _mm256_loadu_si256(halves + 1), 1);
-  }
+  static GP_INLINE __m512i load_raw(const void* from) { return _mm512_loadu_si512(from); }
 
   static GP_INLINE __m512 multiply(__m512 x, float operand) { return _mm512_mul_ps(x, _mm512_set1_ps(operand)); }
   static GP_INLINE __m512 divide(__m512 x, float operand) { return _mm512_div_ps(x, _mm512_set1_ps(operand)); }

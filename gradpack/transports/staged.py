@@ -29,8 +29,8 @@ from gradpack.transports.slices import LINE_BYTES, Slice, payload_slices, round_
 __all__ = ["PAYLOAD_BYTES", "StagedTransport", "Work"]
 
 NUM_SLOTS = 3
-PAYLOAD_BYTES = 16 << 10
-"""Bytes of payload in the opening."""
+PAYLOAD_BYTES = 64 << 10
+"""Bytes of payload in the opening: a scalar pays next to nothing for their being there, and models that fit pay one collective."""
 
 MAX_PAYLOAD_WORLD = 8
 """Above this many ranks the opening is the headers alone: its size grows with their number."""
