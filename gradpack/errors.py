@@ -20,7 +20,16 @@ __all__ = [
 
 
 class GradpackError(Exception):
-    """Base of all exceptions that gradpack defines."""
+    """Base of all exceptions that gradpack defines.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     gradpack.allreduce(model)
+        ... except gradpack.LayoutMismatch as error:  # every rank comes here, its gradients untouched
+        ...     print(error)
+        ... except gradpack.GradpackError:
+        ...     raise
+    """
 
 
 class LayoutError(GradpackError, ValueError):

@@ -260,6 +260,11 @@ class Explanation:
         layout: The packs.
         transport: Name of the transport that would carry them, or None in a world of one rank.
         lines: Why, and how.
+
+    Example:
+        >>> explanation = gradpack.explain(model)  # doctest: +SKIP
+        >>> explanation.transport  # doctest: +SKIP
+        'process_group'
     """
 
     layout: Layout

@@ -63,16 +63,11 @@ class GroupState:
 
     @contextmanager
     def call(self, operation: str) -> Iterator[None]:
-        """Guards one call: the same process, one thread at a time, a group that still works.
+        """Guards one call: one thread at a time, a group that still works.
 
         Raises:
             TransportError: One of these does not hold.
         """
-        if self._pid != os.getpid():
-            raise TransportError(
-                f"{operation}: group: found a group of process {self._pid} in its forked child {os.getpid()}, "
-                "wanted a group that the child made itself"
-            )
         if not self._inside.acquire(blocking=False):
             raise TransportError(
                 f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
@@ -134,7 +129,6 @@ class GroupState:
         Raises:
             GradpackError: The first such error.
         """
-        self.drain()
         while self._unreported:
             error = self._unreported.pop(0).exception()
             if error is not None:

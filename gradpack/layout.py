@@ -134,6 +134,11 @@ class Layout:
         specs: The gradients, in the caller's order.
         groups: The dtype groups, in order of first appearance.
         policy: How the streams were cut: ``splits`` or ``bytes_per_pack``, ``cut``, ``compress``, ``alignment``.
+
+    Example:
+        >>> layout = plan_layout([ArraySpec((3,), "float32"), ArraySpec((5,), "float32")], splits=2)
+        >>> [(span.gradient, span.count) for span in layout.packs[1].spans]
+        [(1, 4)]
     """
 
     specs: tuple[ArraySpec, ...]

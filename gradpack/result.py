@@ -19,6 +19,11 @@ class Result:
         nonfinite: The gradients that are not finite, by name where names were given, else by index.
         wire_bytes: Bytes that this rank sent to the other ranks, the agreement included.
         seconds: Duration of the whole call.
+
+    Example:
+        >>> result = gradpack.allreduce(model)  # doctest: +SKIP
+        >>> if not result.finite:  # doctest: +SKIP
+        ...     print("skipping the step:", result.nonfinite)
     """
 
     finite: bool | None

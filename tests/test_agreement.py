@@ -209,6 +209,8 @@ def none_everywhere(rank: int, world: int) -> None:
     # A gradient that is None everywhere must not travel: 4 MB of it would show in the bytes.
     big = torch.nn.Parameter(torch.zeros(1_000_000))
     assert gradpack.allreduce([big, *parameters_with([True], 1.0)]).wire_bytes == before
+    differing = [big, *parameters_with([True, rank == 0], 1.0)]
+    assert gradpack.allreduce(differing, missing="zeros").wire_bytes < 2 * before
 
 
 def test_gradients_that_are_none_everywhere_stay_none_and_cost_nothing() -> None:

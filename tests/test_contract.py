@@ -9,6 +9,7 @@ import pytest
 import ranks_contract
 
 from gradpack.testing import run_ranks
+from gradpack.transports.staged import MAX_PAYLOAD_WORLD
 
 TRANSPORTS = ["process_group"]
 LONG = os.environ.get("GRADPACK_TEST_LONG") == "1"
@@ -47,6 +48,11 @@ def test_pack_boundaries(transport: str, world: int) -> None:
     counts = tuple(edge + step for edge in (4096, 16384, 32768) for step in (-1, 0, 1))
     listed = list(ranks_contract.cases(counts, ("float32", "bfloat16", "int16"), (1, 2)))
     check(transport, world, listed, {"GRADPACK_SLOT_BYTES": "65536"})
+
+
+def test_more_ranks_than_share_a_payload(transport: str) -> None:
+    listed = list(ranks_contract.cases((1, 4097), ("float32", "bfloat16", "int32"), (3,)))
+    check(transport, MAX_PAYLOAD_WORLD + 1, listed, {})
 
 
 def test_more_splits_than_elements(transport: str) -> None:

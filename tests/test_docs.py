@@ -58,6 +58,8 @@ def test_docstring_examples_run(name: str) -> None:
 def test_every_public_name_is_documented(name: str) -> None:
     public = getattr(gradpack, name)
     assert inspect.getdoc(public)
+    if not (inspect.isclass(public) and issubclass(public, gradpack.GradpackError)) or public is gradpack.GradpackError:
+        assert "Example:" in (inspect.getdoc(public) or "")
     if inspect.isfunction(public):
         text = inspect.getdoc(public) or ""
         assert "Example:" in text and "Raises:" in text
