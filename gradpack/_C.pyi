@@ -33,7 +33,10 @@ class Arrays:
     def order(self, index: int, /) -> tuple[int, ...]:
         """Dimensions from outermost to innermost in memory; () where that is the logical order (sizes of 1 do not count)."""
     def pack_logically(self, indices: Sequence[int], /) -> None:
-        """Walks these arrays in logical (row-major) order instead of memory order from now on."""
+        """Walks these arrays in logical (row-major) order instead of memory order from now on.
+
+        Not while a method of Plan works on them.
+        """
     def torch_tensors(self) -> list[Any]:
         """The described torch tensors (gradients, not their Parameters) that were present."""
 

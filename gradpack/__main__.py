@@ -25,19 +25,24 @@ def report() -> str:
         f"platform {platform.platform()}",
     ]
     try:
-        from gradpack import _C
+        from gradpack import _C, arrays
 
+        arrays.follow_threads()
         lines.append(f"extension {_C.__version__} ({_C.__file__})")
         lines.append(f"instruction set {_C.simd_name()}")
         lines.append(f"threads {_C.num_threads()} of {len(os.sched_getaffinity(0))} processors")
         lines.append(f"CUDA {'built in' if _C.cuda_built else 'not built in'}")
     except (ImportError, ValueError) as error:
-        lines.append(f"extension not usable: {error}")
+        lines.append(f"not usable: {error}")
     lines += [f"{package} {_installed(package)}" for package in ("torch", "numpy", "cupy", "mpi4py")]
     lines.append("settings")
     for name, setting in settings.SETTINGS.items():
         value = os.environ.get(name)
         shown = f"{setting.default or 'empty'} (default)" if value is None else repr(value)
+        try:
+            settings.get(name)
+        except ValueError as error:
+            shown += f" (not usable: {error})"
         lines.append(f"  {name} = {shown}: {setting.meaning}")
     return "\n".join(lines)
 

@@ -12,9 +12,19 @@ from gradpack.dtypes import DTYPES
 from gradpack.errors import BuildError
 from gradpack.layout import ArraySpec
 
-__all__ = ["Collected", "check_arithmetic", "collect", "describe", "flatten", "mark_written", "materialise", "specs_of"]
+__all__ = [
+    "Collected",
+    "check_arithmetic",
+    "collect",
+    "describe",
+    "flatten",
+    "follow_threads",
+    "mark_written",
+    "materialise",
+    "specs_of",
+]
 
-_ARRAY_ATTRIBUTES = ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+_ARRAY_ATTRIBUTES = ("__dlpack__", "__cuda_array_interface__")
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,13 @@ def _torch() -> Any:
 
 
 def _is_array(value: object) -> bool:
-    return any(hasattr(value, attribute) for attribute in _ARRAY_ATTRIBUTES) or isinstance(value, memoryview | bytearray)
+    if any(hasattr(value, attribute) for attribute in _ARRAY_ATTRIBUTES):
+        return True
+    try:
+        memoryview(value)  # type: ignore[arg-type]
+    except (TypeError, BufferError):
+        return False
+    return not isinstance(value, bytes)
 
 
 def _of_module(module: Any, parameters: str) -> Iterator[tuple[str, Any]]:
@@ -129,12 +145,7 @@ def describe(collected: Collected) -> _C.Arrays:
         LayoutError: Two arrays share memory.
         BuildError: The arrays are on a device that this build cannot reach.
     """
-    torch = _torch()
-    threads = settings.get("GRADPACK_NUM_THREADS")
-    if threads:
-        _C.set_num_threads(threads)  # type: ignore[arg-type]
-    elif torch is not None:
-        _C.set_num_threads(torch.get_num_threads())
+    follow_threads()
     protocol = str(settings.get("GRADPACK_ARRAY_PROTOCOL"))
     described = _C.describe(
         collected.objects, collected.operation, collected.argument, collected.names, collected.parameters, protocol
@@ -145,6 +156,16 @@ def describe(collected: Collected) -> _C.Arrays:
             f"{collected.operation}: {collected.argument}: found arrays on {device}:{index}, wanted cpu: built without CUDA"
         )
     return described
+
+
+def follow_threads() -> None:
+    """Lets the kernels use as many threads as the setting says, or torch uses."""
+    threads = settings.get("GRADPACK_NUM_THREADS")
+    torch = _torch()
+    if threads:
+        _C.set_num_threads(threads)  # type: ignore[arg-type]
+    elif torch is not None:
+        _C.set_num_threads(min(torch.get_num_threads(), settings.MAX_THREADS))
 
 
 def specs_of(described: _C.Arrays) -> tuple[ArraySpec, ...]:

@@ -319,7 +319,7 @@ def explain(
         if _alone(state):
             return Explanation(packer.layout, None, ("a world of one rank: nothing travels",))
         state.drain()
-        chosen = transports.select(state, options.transport)
+        chosen = transports.select("explain", state, options.transport)
         why = "the only one for CPU gradients in this version" if options.transport == "auto" else "asked for by name"
         lines = (f"transport: {chosen.name}: {why}; {state.size} ranks", *chosen.explain(packer))
         return Explanation(packer.layout, chosen.name, lines)
@@ -369,7 +369,7 @@ class _Entry:
                 raise
             if _alone(state):
                 return self._run_alone(state, call)
-            chosen = transports.select(state, call.options.transport)
+            chosen = transports.select(self.operation, state, call.options.transport, call.options.timeout)
             if call.options.async_op:
                 return state.submit(lambda: self._in_background(state, chosen, call))
             return chosen.run(call)
@@ -393,7 +393,7 @@ class _Entry:
             return
         state.drain()
         try:
-            transports.select(state, "auto").refuse(self.operation, refusal, None)
+            transports.select(self.operation, state, "auto").refuse(self.operation, refusal, None)
         except Exception as error:
             # The caller's own mistake is what must be seen; that the others could not be told is its context.
             raise refusal from error

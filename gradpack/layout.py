@@ -17,7 +17,11 @@ from math import prod
 
 from gradpack.dtypes import COMPRESS, DTYPES, wire_dtype
 
-__all__ = ["ArraySpec", "Group", "Layout", "Pack", "Span", "digest", "plan_layout"]
+__all__ = ["MAX_PACKS", "ArraySpec", "Group", "Layout", "Pack", "Span", "digest", "plan_layout"]
+
+
+MAX_PACKS = 1 << 20
+"""More packs than this for one dtype group are refused: such a number is a size passed by mistake, or the other way round."""
 
 
 @dataclass(frozen=True)
@@ -233,16 +237,23 @@ def plan_layout(
         The layout. Every element of every gradient that is not absent is in exactly one pack.
 
     Raises:
-        ValueError: An argument is out of range, or ``alignment`` is asked of ``cut="gradient"``.
+        ValueError: An argument is out of range or asks for more than ``MAX_PACKS`` packs, or ``alignment`` is asked of
+            ``cut="gradient"``.
 
     Example:
         >>> from gradpack.layout import ArraySpec, plan_layout
         >>> [pack.numel for pack in plan_layout([ArraySpec((10,), "float32")], splits=3).packs]
         [3, 3, 4]
     """
-    for argument, value in (("splits", splits), ("bytes_per_pack", bytes_per_pack or 1), ("alignment", alignment)):
+    for argument, value in (
+        ("splits", splits),
+        ("bytes_per_pack", 1 if bytes_per_pack is None else bytes_per_pack),
+        ("alignment", alignment),
+    ):
         if value < 1:
             raise ValueError(f"plan_layout: {argument}: found {value}, wanted a positive integer")
+    if splits > MAX_PACKS:
+        raise ValueError(f"plan_layout: splits: found {splits}, wanted at most {MAX_PACKS}")
     if cut not in ("even", "gradient"):
         raise ValueError(f"plan_layout: cut: found {cut!r}, wanted 'even' or 'gradient'")
     if compress not in COMPRESS:
@@ -251,6 +262,11 @@ def plan_layout(
         raise ValueError(f"plan_layout: alignment: found {alignment} with cut='gradient', wanted 1 or cut='even'")
     specs = tuple(specs)
     left_out = frozenset(absent)
+    for index, spec in enumerate(specs):
+        if min(spec.shape, default=0) < 0:
+            raise ValueError(f"plan_layout: specs[{index}]: found shape {spec.shape}, wanted sizes that are not negative")
+    if not left_out <= frozenset(range(len(specs))):
+        raise ValueError(f"plan_layout: absent: found {sorted(left_out)}, wanted indices from 0 to {len(specs) - 1}")
     members: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         if index not in left_out:
@@ -264,12 +280,16 @@ def plan_layout(
         if bytes_per_pack is None:
             cuts = _even_cuts(total, splits)
         else:
-            cuts = [*range(0, total, max(1, bytes_per_pack // itemsize)), total] if total else [0, 0]
+            size = max(1, bytes_per_pack // itemsize)
+            if total // size > MAX_PACKS:
+                least = -(-total // MAX_PACKS) * itemsize
+                raise ValueError(f"plan_layout: bytes_per_pack: found {bytes_per_pack}, wanted {least} or more here")
+            cuts = [*range(0, total, size), total] if total else [0, 0]
         if cut == "gradient":
             cuts = _move_to_gradients(cuts, offsets)
         elif alignment > 1:
             step = -(-alignment // itemsize)
             cuts = [*(place - place % step for place in cuts[:-1]), total]
         groups.append(Group(dtype, wire, tuple(gradients), offsets, tuple(cuts)))
-    size: tuple[str, int | str | None] = ("splits", splits) if bytes_per_pack is None else ("bytes_per_pack", bytes_per_pack)
-    return Layout(specs, tuple(groups), (size, ("cut", cut), ("compress", compress), ("alignment", alignment)))
+    packs: tuple[str, int | str | None] = ("splits", splits) if bytes_per_pack is None else ("bytes_per_pack", bytes_per_pack)
+    return Layout(specs, tuple(groups), (packs, ("cut", cut), ("compress", compress), ("alignment", alignment)))

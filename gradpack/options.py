@@ -9,10 +9,7 @@ from datetime import timedelta
 
 from gradpack.dtypes import COMPRESS
 
-__all__ = ["MAX_SPLITS", "Options"]
-
-MAX_SPLITS = 1 << 20
-"""More packs than this are refused: a count so large is a size passed by mistake."""
+__all__ = ["Options"]
 
 _TRANSPORTS = ("auto", "process_group")
 
@@ -125,8 +122,6 @@ class Options:
             timeout=_seconds(operation, "timeout", timeout),
             async_op=_flag(operation, "async_op", async_op),
         )
-        if made.splits > MAX_SPLITS:
-            raise ValueError(f"{operation}: splits: found {made.splits}, wanted at most {MAX_SPLITS}")
         if made.missing == "mean_present" and made.op != "mean":
             raise ValueError(f"{operation}: missing: found 'mean_present' with op={made.op!r}, wanted op='mean'")
         return made

@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["MIN_SLOT_BYTES", "SETTINGS", "Setting", "get"]
+__all__ = ["MAX_THREADS", "MIN_SLOT_BYTES", "SETTINGS", "Setting", "get"]
+
+MAX_THREADS = 1024
+"""The most that ``GRADPACK_NUM_THREADS`` may be, and the extension takes."""
 
 MIN_SLOT_BYTES = 64 << 10
 """The least that ``GRADPACK_SLOT_BYTES`` may be."""
@@ -27,15 +30,22 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise ValueError("wanted a number that is not negative")
-    return count
+def _whole(text: str) -> int:
+    # int() also takes signs, blanks, underscores and the digits of other scripts.
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("wanted a whole number")
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    threads = _whole(text)
+    if threads > MAX_THREADS:
+        raise ValueError(f"wanted a number from 0 to {MAX_THREADS}")
+    return threads
 
 
 def _slot_bytes(text: str) -> int:
-    size = int(text)
+    size = _whole(text)
     if size < MIN_SLOT_BYTES or size % MIN_SLOT_BYTES:
         raise ValueError(f"wanted a positive multiple of {MIN_SLOT_BYTES}")
     return size
@@ -57,7 +67,7 @@ SETTINGS: dict[str, Setting] = {
         "the one protocol to read arrays by; auto takes the fastest that each array offers",
     ),
     "GRADPACK_FULL_PATH": Setting("0", _flag, "1: a world of one rank packs, reduces and unpacks too (tests, timing)"),
-    "GRADPACK_NUM_THREADS": Setting("0", _count, "threads that pack; 0 follows torch.get_num_threads()"),
+    "GRADPACK_NUM_THREADS": Setting("0", _threads, "threads that pack; 0 follows torch.get_num_threads()"),
     "GRADPACK_SIMD": Setting(
         "", _one_of("", "avx512", "avx2", "scalar"), "instruction set of the CPU kernels; empty: the best there is"
     ),
@@ -78,5 +88,4 @@ def get(name: str) -> object:
     try:
         return setting.parse(text)
     except ValueError as error:
-        wanted = str(error) if str(error).startswith("wanted") else "wanted a whole number"
-        raise ValueError(f"environment: {name}: found {text!r}, {wanted}") from None
+        raise ValueError(f"environment: {name}: found {text!r}, {error}") from None

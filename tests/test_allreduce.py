@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -206,6 +208,9 @@ def kinds_of_input(rank: int, world: int) -> None:
     mixed: list[Any] = [np.full(3, value), torch.full((2,), value, dtype=torch.bfloat16), bytearray([rank + 1] * 5)]
     gradpack.allreduce(mixed, op="sum")
     assert (mixed[0] == total).all() and (mixed[1] == total).all() and mixed[2] == bytearray([int(total)] * 5)
+    for lone in (bytearray([rank + 1] * 3), array.array("d", [value] * 3), (ctypes.c_double * 3)(*[value] * 3)):
+        gradpack.allreduce(lone, op="sum")
+        assert list(lone) == [total] * 3
     assert gradpack.allreduce([]).finite is True
     base = torch.zeros(6, 4)
     view = base[1:5:2, ::3]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from border_arrays import FakeCuPy, HandMade, OnlyDLPack, describe, fake_tensor, read_only, with_grad, wrapper_tensor
 
+from gradpack import _C
 from gradpack.errors import LayoutError
 
 # Torch announces prototypes and deprecations of the kinds that are refused here.
@@ -179,3 +180,22 @@ def test_one_device():
         describe([HandMade(device=(2, 0)), HandMade(device=(13, 0)), HandMade(device=(2, 1))], names=["a", "b", "c"])
     assert describe([HandMade(device=(3, 0))]).device == ("cpu", 0)  # pinned
     assert describe([HandMade(device=(2, 5))]).device == ("cuda", 5)
+
+
+def test_masked_arrays_are_refused():
+    with pytest.raises(BufferError, match=r"masked .*MaskedArray, wanted plain memory"):
+        describe([np.ma.masked_array(np.ones(3), [0, 1, 0])])
+
+
+@pytest.mark.parametrize("index", [-1, -5])
+def test_a_cuda_device_below_zero_is_not_the_cpu(index):
+    array = FakeCuPy(np.zeros(3, np.float32))
+    array.__class__ = type("Below", (FakeCuPy,), {"__dlpack_device__": lambda self: (2, index)})
+    with pytest.raises(BufferError, match=f"on CUDA device {index}, wanted an index of 0 or more"):
+        describe([array], protocol="cuda_array_interface")
+
+
+@pytest.mark.parametrize("arguments", [(None, "auto"), ("grad", None)])
+def test_none_is_no_string(arguments):
+    with pytest.raises(TypeError):
+        _C.describe([], "op", "arg", None, *arguments)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gradpack
+from gradpack import settings
 from gradpack.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +72,26 @@ def test_report_names_versions_and_settings() -> None:
     text = subprocess.run([sys.executable, "-m", "gradpack"], capture_output=True, text=True, check=True).stdout
     for fact in (f"gradpack {gradpack.__version__}", "instruction set", "torch 2.", "CUDA", "GRADPACK_SLOT_BYTES", "(default)"):
         assert fact in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("GRADPACK_NUM_THREADS", "2 ", "wanted a whole number"),
+        ("GRADPACK_NUM_THREADS", "2000", "wanted a number from 0 to 1024"),
+        ("GRADPACK_SLOT_BYTES", "16M", "wanted a whole number"),
+        ("GRADPACK_SLOT_BYTES", "0", "wanted a positive multiple of 65536"),
+        ("GRADPACK_FULL_PATH", "yes", "wanted 0 or 1"),
+        ("GRADPACK_ARRAY_PROTOCOL", "x", "wanted one of 'auto'"),
+        ("GRADPACK_SIMD", "sse", "wanted one of ''"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(name: str, value: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"environment: {name}: found '{value}', {wanted}"):
+        settings.get(name)
+    text = subprocess.run([sys.executable, "-m", "gradpack"], capture_output=True, text=True, check=True).stdout
+    assert f"{name} = '{value}' (not usable: environment: {name}: found '{value}', {wanted}" in text
 
 
 def test_the_list_of_names_is_what_resolves() -> None:

@@ -135,7 +135,11 @@ def test_prints_packs_and_says_how_many_it_leaves_out() -> None:
     ("options", "argument"),
     [
         ({"splits": 0}, "splits"),
+        ({"splits": 1 << 21}, "splits"),
         ({"bytes_per_pack": -1}, "bytes_per_pack"),
+        ({"bytes_per_pack": 0}, "bytes_per_pack"),
+        ({"absent": [1]}, "absent"),
+        ({"absent": [-1]}, "absent"),
         ({"alignment": 0}, "alignment"),
         ({"cut": "odd"}, "cut"),
         ({"compress": "fp8"}, "compress"),
@@ -145,6 +149,13 @@ def test_prints_packs_and_says_how_many_it_leaves_out() -> None:
 def test_refuses(options: dict[str, object], argument: str) -> None:
     with pytest.raises(ValueError, match=f"plan_layout: {argument}: found .*, wanted"):
         plan_layout(floats(1), **options)  # type: ignore[arg-type]
+
+
+def test_refuses_negative_sizes_and_packs_without_number() -> None:
+    with pytest.raises(ValueError, match=r"specs\[0\]: found shape \(-3,\)"):
+        plan_layout([ArraySpec((-3,), "float32")])
+    with pytest.raises(ValueError, match="bytes_per_pack: found 25, wanted 128 or more"):
+        plan_layout(floats(2**25), bytes_per_pack=25)
 
 
 specs = st.lists(
@@ -166,6 +177,7 @@ policies = st.one_of(
 def test_every_element_is_in_exactly_one_pack(
     specs: list[ArraySpec], policy: dict[str, object], compress: str | None, absent: set[int]
 ) -> None:
+    absent = {index for index in absent if index < len(specs)}
     layout = plan_layout(specs, compress=compress, absent=absent, **policy)  # type: ignore[arg-type]
     covered = [[0] * spec.numel for spec in specs]
     for pack in layout.packs:

@@ -203,12 +203,58 @@ def too_late(rank: int, world: int) -> None:
         return
     grad = torch.full((4,), 7.0)
     began = time.monotonic()
-    with pytest.raises(gradpack.TransportTimeout, match="deadline"):
+    with pytest.raises(gradpack.TransportTimeout, match=r"^allreduce: call 2 on this group: all-gather: found .* all 2 ranks"):
         gradpack.allreduce([grad], timeout=timedelta(seconds=0.5))
     assert 0.4 < time.monotonic() - began < 2
     assert_same(grad, torch.full((4,), 7.0))
     with pytest.raises(gradpack.TransportError, match="broken by an earlier failure"):
         gradpack.allreduce([grad])
+
+
+def too_late_to_meet(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(2.5)
+        return
+    began = time.monotonic()
+    with pytest.raises(gradpack.TransportTimeout, match=r"^allreduce: group: found the deadline of 0.5 s passed"):
+        gradpack.allreduce([torch.ones(4)], timeout=0.5)
+    assert 0.4 < time.monotonic() - began < 2
+    with pytest.raises(gradpack.TransportError, match="broken by an earlier failure"):
+        gradpack.allreduce([torch.ones(4)])
+
+
+def test_the_deadline_holds_where_ranks_meet_for_the_first_time() -> None:
+    outcomes = try_ranks(too_late_to_meet, 2)
+    assert [outcome.text for outcome in outcomes] == ["", ""]
+
+
+def later_calls_have_their_own(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(4)], timeout=1)
+    if rank == 1:
+        time.sleep(2.5)
+    grad = torch.ones(4)
+    gradpack.allreduce([grad], op="sum")
+    assert_same(grad, torch.full((4,), 2.0))
+
+
+def test_a_short_deadline_is_that_of_its_call_only() -> None:
+    run_ranks(later_calls_have_their_own, 2)
+
+
+def gone(rank: int, world: int) -> str:
+    gradpack.allreduce([torch.ones(4)])
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(gradpack.PeerLost) as caught:
+        gradpack.allreduce([torch.ones(4)])
+    return str(caught.value)
+
+
+def test_a_rank_that_is_gone_is_a_lost_peer() -> None:
+    outcomes = try_ranks(gone, 2)
+    assert outcomes[0].value.startswith(
+        "allreduce: call 2 on this group: all-gather: found the connection to another rank broken"
+    )
 
 
 def test_a_deadline_that_passes_breaks_the_group() -> None:

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -113,13 +112,6 @@ Pool& pool() {
 }
 
 int default_threads() {
-  if (const char* setting = std::getenv("GRADPACK_NUM_THREADS"); setting && *setting) {
-    char* end = nullptr;
-    const long wanted = std::strtol(setting, &end, 10);
-    GP_CHECK(kValue, *end == '\0' && wanted >= 1 && wanted <= kMaxThreads, "GRADPACK_NUM_THREADS: found '", setting,
-             "', wanted a number from 1 to ", kMaxThreads);
-    return static_cast<int>(wanted);
-  }
   cpu_set_t allowed;
   const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
   const int processors = known ? CPU_COUNT(&allowed) : static_cast<int>(std::thread::hardware_concurrency());

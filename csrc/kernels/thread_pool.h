@@ -5,8 +5,8 @@
 
 namespace gradpack {
 
-// Threads that one call may use, the calling one included. At first what GRADPACK_NUM_THREADS says, else the processors that
-// this process may run on, at most 8.
+// Threads that one call may use, the calling one included. At first the processors that this process may run on, at
+// most 8.
 void set_pool_threads(int num_threads);
 int pool_threads();
 

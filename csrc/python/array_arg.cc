@@ -148,7 +148,7 @@ void Arrays::add(const Found& found, bool present, const Where& where) {
   std::array<int, kMaxDims> order;
   bool reordered = false;
   const size_t index = items_.size();
-  const Item item{extents_.size(), dims_.size(), ndim, false, present};
+  const Item item{extents_.size(), dims_.size(), ndim, false, false, present};
   extents_.insert(extents_.end(), found.shape, found.shape + ndim);
   views_.push_back({has_memory ? found.data : nullptr, numel, found.dtype, 0, nullptr});
   items_.push_back(item);
@@ -240,8 +240,9 @@ std::vector<int> Arrays::order(size_t index) const {
 }
 
 void Arrays::pack_logically(size_t index) {
-  const Item& item = items_[index];
-  if (!item.reordered) return;
+  Item& item = items_[index];
+  if (!item.reordered || item.logical) return;
+  item.logical = true;
   std::array<int, kMaxDims> logical;
   for (int d = 0; d < item.ndim; ++d) logical[static_cast<size_t>(d)] = d;
   const int64_t* shape = extents_.data() + item.extents;

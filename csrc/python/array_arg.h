@@ -78,6 +78,7 @@ class Arrays {
     size_t dims;     // where the view's dims start in dims_
     int32_t ndim;
     bool reordered;
+    bool logical;  // pack_logically was called
     bool present;
   };
 

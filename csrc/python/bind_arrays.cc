@@ -36,8 +36,7 @@ py::list torch_tensors(const Arrays& arrays) {
 }
 
 std::unique_ptr<Arrays> describe_objects(py::handle objects, py::handle operation, py::handle argument, py::handle names,
-                                         const char* parameters, const char* protocol) {
-  const std::string_view stand_for = parameters, asked = protocol;
+                                         const std::string& stand_for, const std::string& asked) {
   if (stand_for != "grad" && stand_for != "value") {
     raise(ErrorKind::kValue, "describe: parameters: '", stand_for, "', wanted 'grad' or 'value'");
   }

@@ -97,13 +97,17 @@ bool can_travel(DType dtype, DType wire) {
 
 class Plan {
  public:
+  // What sizes computed from the number of arrays cannot overflow with.
+  static constexpr int64_t kMaxArrays = INT32_MAX;
+
   using StreamArgument = std::tuple<std::string, std::string, std::vector<int64_t>, std::vector<int64_t>>;
 
   Plan(const py::bytes& key, int64_t num_arrays, const py::iterable& streams) : num_arrays_(num_arrays) {
     const std::string_view bytes = key;
     GP_CHECK(kValue, bytes.size() == key_.size(), "Plan: key: found ", bytes.size(), " bytes, wanted ", key_.size());
     std::copy(bytes.begin(), bytes.end(), key_.begin());
-    GP_CHECK(kValue, num_arrays >= 0, "Plan: num_arrays: found ", num_arrays, ", wanted 0 or more");
+    GP_CHECK(kValue, num_arrays >= 0 && num_arrays <= kMaxArrays, "Plan: num_arrays: found ", num_arrays, ", wanted 0 to ",
+             kMaxArrays);
     for (const py::handle& stream : streams) add_stream(stream.cast<StreamArgument>());
   }
 

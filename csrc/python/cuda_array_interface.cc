@@ -64,7 +64,7 @@ void read_interface(const py::dict& interface, const Where& where, Found& found)
   found.data = reinterpret_cast<void*>(data.first);
   found.dtype = *dtype;
   found.ndim = static_cast<int32_t>(shape.size());
-  found.device = device_index(where.object);
+  found.device = cuda_index(device_index(where.object), where);
   copy_extents(shape, found.ndim, found.own_shape);
   found.shape = found.own_shape.data();
   found.strides = nullptr;

@@ -17,6 +17,7 @@ struct TypeFacts {
   Protocol protocol = Protocol::kNone;
   const DLPackExchangeAPI* api = nullptr;
   bool torch = false;
+  bool masked = false;     // numpy.ma.MaskedArray or a subclass
   bool plain = false;      // torch.Tensor or torch.nn.Parameter itself
   bool parameter = false;  // torch.nn.Parameter or a subclass
 
@@ -53,6 +54,7 @@ class Describer {
     where_.object = object;
     const TypeFacts& facts = facts_of(Py_TYPE(object.ptr()));
     if (facts.torch) return add_tensor(std::move(object), facts);
+    if (facts.masked) where_.refuse(ErrorKind::kBuffer, "masked ", where_.type_name(), ", wanted plain memory: pass its .data");
     find(facts);
     arrays_->add(found_, true, where_);
     arrays_->keep_alive().add([](void* thing) { Py_DECREF(static_cast<PyObject*>(thing)); }, object.release().ptr());
@@ -163,6 +165,7 @@ class Describer {
     facts = TypeFacts{};
     facts.type = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(type));
     facts.torch = torch_ != nullptr && torch_->is_tensor(type);
+    facts.masked = !facts.torch && py::hasattr(facts.type, "harden_mask");
     facts.plain = facts.torch && torch_->is_plain(type);
     facts.parameter = facts.torch && torch_->is_parameter(type);
     if (wanted(Protocol::kExchange)) {

@@ -106,6 +106,11 @@ void take_versioned(DLManagedTensorVersioned* managed, const Where& where, KeepA
 
 }  // namespace
 
+int32_t cuda_index(int32_t index, const Where& where) {
+  if (index < 0) where.refuse(ErrorKind::kBuffer, where.type_name(), " on CUDA device ", index, ", wanted an index of 0 or more");
+  return index;
+}
+
 void read_dltensor(const DLTensor& tensor, const Where& where, Found& found) {
   switch (tensor.device.device_type) {
     case kDLCPU:
@@ -114,7 +119,7 @@ void read_dltensor(const DLTensor& tensor, const Where& where, Found& found) {
       break;
     case kDLCUDA:
     case kDLCUDAManaged:
-      found.device = tensor.device.device_id;
+      found.device = cuda_index(tensor.device.device_id, where);
       break;
     default:
       where.refuse(ErrorKind::kType, where.type_name(), " on a device that is neither cpu nor cuda (DLPack device type ",

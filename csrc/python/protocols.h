@@ -60,6 +60,9 @@ struct Found {
 // Takes over what a DLTensor says. The tensor's shape and strides must outlive `found`.
 void read_dltensor(const DLTensor& tensor, const Where& where, Found& found);
 
+// The index of a CUDA device; -1, which would mean the CPU, and less are refused.
+int32_t cuda_index(int32_t index, const Where& where);
+
 // A type's table, or null where it has none. The table lives as long as the process.
 const DLPackExchangeAPI* exchange_api(PyTypeObject* type);
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from gradpack import _C, arrays, settings
 from gradpack.dtypes import DTYPES
-from gradpack.errors import LayoutMismatch
+from gradpack.errors import LayoutMismatch, TransportError
 from gradpack.groups import GroupState
 from gradpack.packer import Packer, Planned
 from gradpack.result import Result
@@ -30,7 +32,7 @@ __all__ = ["PAYLOAD_BYTES", "StagedTransport", "Work"]
 
 NUM_SLOTS = 3
 PAYLOAD_BYTES = 64 << 10
-"""Bytes of payload in the opening: a scalar pays next to nothing for their being there, and models that fit pay one collective."""
+"""Bytes of payload in the opening: models that fit pay one collective, and a scalar next to nothing for the room."""
 
 MAX_PAYLOAD_WORLD = 8
 """Above this many ranks the opening is the headers alone: its size grows with their number."""
@@ -40,7 +42,12 @@ class Work(Protocol):
     """A collective that was started."""
 
     def wait(self, deadline: float) -> None:
-        """Waits until it is done or ``time.monotonic()`` passes ``deadline``; raises a ``TransportError`` then."""
+        """Waits until it is done or ``time.monotonic()`` passes ``deadline``.
+
+        Raises:
+            TransportTimeout: The deadline passed.
+            PeerLost: The connection to another rank broke.
+        """
 
 
 @dataclass
@@ -58,7 +65,10 @@ class _Run:
 
 
 class StagedTransport(Transport):
-    """The pipeline over any set of collectives on host memory. A subclass supplies the collectives.
+    """The pipeline over any set of collectives on host memory.
+
+    A subclass supplies the collectives. Their offsets are bytes in the staging; what they start must end by itself soon after its
+    deadline, since staging is freed no sooner.
 
     Args:
         state: The group.
@@ -79,19 +89,19 @@ class StagedTransport(Transport):
         """Whether ``start_all_reduce`` sums scalars of ``dtype`` as the numerics want it."""
 
     @abstractmethod
-    def start_all_reduce(self, offset: int, count: int, dtype: str) -> Work:
+    def start_all_reduce(self, offset: int, count: int, dtype: str, deadline: float) -> Work:
         """Starts to sum ``count`` scalars over the ranks, in place."""
 
     @abstractmethod
-    def start_all_gather(self, offset: int, nbytes: int, target: int) -> Work:
+    def start_all_gather(self, offset: int, nbytes: int, target: int, deadline: float) -> Work:
         """Starts to collect ``nbytes`` of every rank, in rank order, at ``target``."""
 
     @abstractmethod
-    def start_all_to_all(self, offset: int, nbytes: int, target: int) -> Work:
+    def start_all_to_all(self, offset: int, nbytes: int, target: int, deadline: float) -> Work:
         """Starts to send the r-th ``nbytes`` to rank r; what comes from rank r lands r-th at ``target``."""
 
     @abstractmethod
-    def start_broadcast(self, offset: int, nbytes: int, root: int) -> Work:
+    def start_broadcast(self, offset: int, nbytes: int, root: int, deadline: float) -> Work:
         """Starts to send ``nbytes`` of ``root`` to all, in place."""
 
     def run(self, call: Call) -> Result:
@@ -102,23 +112,30 @@ class StagedTransport(Transport):
         here = frozenset(_absent(call.arrays))
         deadline = self._deadline(call.options.timeout)
         run = _Run(call, call.packer.planned(here), deadline, self._next_call(), nonfinite, divisor)
-        try:
+        with self._guarded(call.collected.operation):
             self._carry_out(run)
-        except LayoutMismatch:
-            raise
-        except BaseException as error:
-            self._state.broken = error
-            raise
         return call.result(nonfinite, run.wire_bytes)
 
     def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
         """See ``Transport.refuse``."""
         deadline = self._deadline(timeout)
         header = Header(True, self._next_call(), 0, bytes(16), bytes(16), b"")
-        try:
+        with self._guarded(operation):
             self._write(self._opening, header.encode())
-            self.start_all_gather(self._opening, self._opening_bytes, self._openings).wait(deadline)
+            self.start_all_gather(self._opening, self._opening_bytes, self._openings, deadline).wait(deadline)
             self._exchange(Details.of_refusal(reason).encode(), deadline)
+
+    @contextmanager
+    def _guarded(self, operation: str) -> Iterator[None]:
+        """Breaks the group where a call ends with its collectives under way, and names the call in what the transport raises."""
+        try:
+            yield
+        except LayoutMismatch:
+            raise
+        except TransportError as error:
+            named = type(error)(f"{operation}: call {self.calls} on this group: {error}")
+            self._state.broken = named
+            raise named from error.__cause__
         except BaseException as error:
             self._state.broken = error
             raise
@@ -191,7 +208,7 @@ class StagedTransport(Transport):
         if call.kind == "allreduce" or call.root == self._state.rank:
             for part in payload:
                 run.planned.plan.pack(call.arrays, part.stream, part.begin, part.end, self._buffer, base + part.offset)
-        return self.start_all_gather(self._opening, self._opening_bytes, self._openings)
+        return self.start_all_gather(self._opening, self._opening_bytes, self._openings, run.deadline)
 
     def _pack_ahead(self, run: _Run, slices: list[Slice]) -> int:
         """Packs the first slices while the agreement is on its way; returns how many."""
@@ -263,7 +280,7 @@ class StagedTransport(Transport):
 
         def gather(part: bytes, nbytes: int) -> list[bytes]:
             self._write(source, part.ljust(nbytes, b"\0"))
-            self.start_all_gather(source, nbytes, target).wait(deadline)
+            self.start_all_gather(source, nbytes, target, deadline).wait(deadline)
             return [self._read(target + rank * nbytes, nbytes) for rank in range(size)]
 
         lengths = [int.from_bytes(length, "little") for length in gather(len(data).to_bytes(8, "little"), 8)]
@@ -318,13 +335,13 @@ class StagedTransport(Transport):
         offset = self._slot(index)
         if run.call.root is not None:
             run.wire_bytes += (size - 1) * nbytes if run.call.root == self._state.rank else 0
-            return self.start_broadcast(offset, nbytes, run.call.root)
+            return self.start_broadcast(offset, nbytes, run.call.root, run.deadline)
         if self.sums(group.wire):
             run.wire_bytes += 2 * (size - 1) * nbytes // size
-            return self.start_all_reduce(offset, nbytes // DTYPES[group.wire].itemsize, group.wire)
+            return self.start_all_reduce(offset, nbytes // DTYPES[group.wire].itemsize, group.wire, run.deadline)
         shard = self._shard_bytes(run, part)
         run.wire_bytes += 2 * (size - 1) * shard
-        return self.start_all_to_all(offset, shard, offset + self._slot_bytes // 2)
+        return self.start_all_to_all(offset, shard, offset + self._slot_bytes // 2, run.deadline)
 
     def _advance(self, run: _Run, part: Slice, index: int, work: Work) -> Work:
         """The middle of the sharded way: sums this rank's shard and starts to spread it."""
@@ -339,7 +356,7 @@ class StagedTransport(Transport):
         end = min(part.end, begin + per_shard)
         offsets = [rows + peer * shard for peer in range(size)]
         run.planned.plan.reduce(part.stream, begin, end, self._buffer, offsets, self._buffer, rows, run.divisor, run.counts)
-        return self.start_all_gather(rows, shard, self._slot(index))
+        return self.start_all_gather(rows, shard, self._slot(index), run.deadline)
 
     def _unpack(self, run: _Run, part: Slice, index: int) -> None:
         call, group = run.call, run.planned.layout.groups[part.stream]
