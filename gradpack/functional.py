@@ -334,7 +334,11 @@ def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C
 
     A packer that exists vouches for what depends on dtypes and options alone, so that is checked only where one is made.
     """
-    key = (described.key, replace(options, timeout=None, check_finite=True, transport="auto", async_op=False))
+    key = (
+        described.key,
+        collected.parameters,
+        replace(options, timeout=None, check_finite=True, transport="auto", async_op=False),
+    )
     packer: Packer | None = state.packers.pop(key, None)
     if packer is None:
         if collected.parameters == "grad":

@@ -12,6 +12,21 @@ import gradpack
 from gradpack.testing import assert_same, run_ranks
 
 
+def then_allreduce(rank: int, world: int) -> None:
+    """What broadcast takes, allreduce may still refuse, though shapes, dtypes and options are the same."""
+    for values in (torch.ones(5, dtype=torch.int32), torch.ones(5, dtype=torch.bool)):
+        gradpack.broadcast([values])
+        with pytest.raises(TypeError, match=r"allreduce: grads\[0\]: found (int32 with op='mean'|bool)"):
+            gradpack.allreduce([values])
+        gradpack.broadcast([values])
+        assert values.all()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_broadcast_takes_allreduce_still_refuses(world: int) -> None:
+    run_ranks(then_allreduce, world)
+
+
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
