@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -42,7 +43,6 @@ class GroupState:
         self.timeout = _default_timeout(process_group)
         self.broken: BaseException | None = None
         self.packers: dict[Any, Any] = {}
-        self._pid = os.getpid()
         self._resources: dict[str, _Closeable] = {}
         self._inside = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
@@ -62,21 +62,31 @@ class GroupState:
         return process_group
 
     @contextmanager
-    def call(self, operation: str) -> Iterator[None]:
-        """Guards one call: one thread at a time, a group that still works.
+    def entered(self, operation: str) -> Iterator[None]:
+        """Keeps other threads out of the group.
 
         Raises:
-            TransportError: One of these does not hold.
+            TransportError: Another thread is inside.
         """
         if not self._inside.acquire(blocking=False):
             raise TransportError(
                 f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
             )
         try:
-            self.check_working(operation)
             yield
         finally:
             self._inside.release()
+
+    @contextmanager
+    def call(self, operation: str) -> Iterator[None]:
+        """Guards one call: one thread at a time, a group that still works.
+
+        Raises:
+            TransportError: One of these does not hold.
+        """
+        with self.entered(operation):
+            self.check_working(operation)
+            yield
 
     def check_working(self, operation: str) -> None:
         """Raises the first cause where the group is broken.
@@ -136,8 +146,6 @@ class GroupState:
 
     def close(self) -> None:
         """Ends the worker, closes the transports and forgets the plans; the next call on the group makes new ones."""
-        if self._pid != os.getpid():
-            return
         self.drain()
         if self._worker is not None:
             self._worker.shutdown(wait=True)
@@ -206,15 +214,16 @@ def close(group: Any = None) -> None:
         group: A torch process group, or None for the default one.
 
     Raises:
-        TransportError: There is no such group.
+        TransportError: There is no such group, or another thread is inside a call on it.
         GradpackError: A background call failed and nobody has waited for it.
 
     Example:
         >>> gradpack.close()  # doctest: +SKIP
     """
     state = resolve("close", group)
-    state.close()
-    state.raise_unreported()
+    with state.entered("close"):
+        state.close()
+        state.raise_unreported()
 
 
 def _default_timeout(process_group: Any) -> float:
@@ -274,15 +283,20 @@ def _in_forked_child() -> None:
     if torch_c10d is not None:
         for process_group in torch_c10d._world.pg_map:
             _parents_groups.add(process_group)
+    for state in _states.values():
+        # Never freed here: gloo's destructor joins threads that stayed in the parent.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))
+    _states.clear()
 
 
 def _at_exit() -> None:
     for state in list(_states.values()):
-        state.close()
         try:
-            state.raise_unreported()
+            with state.entered("exit"):
+                state.close()
+                state.raise_unreported()
         except Exception as error:
-            warnings.warn(f"gradpack: a background call failed and nobody waited for it: {error!r}", RuntimeWarning, stacklevel=1)
+            warnings.warn(f"gradpack: a call was left behind at exit: {error!r}", RuntimeWarning, stacklevel=1)
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
