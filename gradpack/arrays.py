@@ -9,7 +9,7 @@ from typing import Any
 
 from gradpack import _C, settings
 from gradpack.dtypes import DTYPES
-from gradpack.errors import BuildError
+from gradpack.errors import BuildError, LayoutError
 from gradpack.layout import ArraySpec
 
 __all__ = [
@@ -150,6 +150,9 @@ def describe(collected: Collected) -> _C.Arrays:
     described = _C.describe(
         collected.objects, collected.operation, collected.argument, collected.names, collected.parameters, protocol
     )
+    if described.num_absent and len({id(found) for found in collected.objects}) < len(collected.objects):
+        # Two that are there share memory, which is refused already; two that are absent would once they are materialised.
+        raise LayoutError(f"{collected.operation}: {collected.argument}: found a Parameter twice, wanted each once")
     device, index = described.device
     if device != "cpu":
         raise BuildError(
@@ -190,12 +193,14 @@ def check_arithmetic(collected: Collected, described: _C.Arrays, op: str) -> Non
             raise TypeError(f"{collected.where(index)}: found {dtype} with op='mean', wanted op='sum' or a floating dtype")
 
 
-def materialise(collected: Collected, indices: Iterable[int]) -> _C.Arrays:
-    """Gives the Parameters at ``indices`` a gradient of zeros, and describes all arrays again."""
+def materialise(collected: Collected, described: _C.Arrays, indices: Iterable[int]) -> _C.Arrays:
+    """Gives the Parameters at ``indices`` a gradient of zeros in the memory order described, and describes all arrays again."""
     torch = _torch()
     for index in indices:
         parameter = collected.objects[index]
-        parameter.grad = torch.zeros_like(parameter)
+        order = described.order(index) or tuple(range(parameter.ndim))
+        empty = torch.empty_permuted(parameter.shape, order, dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = empty.zero_()
     return describe(collected)
 
 

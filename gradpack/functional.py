@@ -175,38 +175,51 @@ def broadcast(
     """
     arguments = {"splits": splits, "bytes_per_pack": bytes_per_pack, "transport": transport, "timeout": timeout}
     entry = _Entry("broadcast", "tensors", "value")
-    if optimizer is not None:
-        tensors = _with_optimizer(entry, tensors, optimizer, root, group, arguments)
-    result = entry.run(tensors, group, names, root, arguments)
+    if optimizer is None:
+        result = entry.run(tensors, group, names, root, arguments)
+    else:
+        result = _with_optimizer(entry, tensors, optimizer, names, root, group, arguments)
     assert isinstance(result, Result)
     return result
 
 
 def _with_optimizer(
-    entry: _Entry, values: Any, optimizer: Any, root: int, group: Any, arguments: dict[str, Any]
-) -> Iterator[Any]:
-    """The arrays and the optimizer's tensors, after every rank has learnt the structure of the root's state.
+    entry: _Entry, values: Any, optimizer: Any, names: Iterable[str] | None, root: int, group: Any, arguments: dict[str, Any]
+) -> Result | Handle:
+    """Broadcasts the arrays and the optimizer's state: its structure first, whose shape only the root knows, then all tensors.
 
-    What comes after that exchange runs where the arrays are collected, so that a failure there reaches the other ranks.
+    Whatever may fail runs while arrays are collected, so that the other ranks hear of it.
     """
     from gradpack import optimizer_state
 
-    length = bytearray(8)
-    is_root = groups.resolve(entry.operation, group).rank == root
-    data = bytearray(optimizer_state.structure(optimizer)) if is_root else bytearray()
-    length[:] = len(data).to_bytes(8, "little")
-    entry.run([length], group, None, root, arguments)
-    if not is_root:
-        data = bytearray(int.from_bytes(length, "little"))
-    entry.run([data], group, None, root, arguments)
+    operation = entry.operation
+    is_root = groups.resolve(operation, group).rank == root
+    length, data = bytearray(8), bytearray()
+    state_dict: dict[str, Any] = {}
 
-    def found() -> Iterator[Any]:
-        yield from arrays.flatten(entry.operation, entry.argument, values, entry.parameters)
+    def encoded_length() -> Iterator[bytearray]:
+        optimizer_state.check(operation, optimizer)
+        if is_root:
+            state_dict.update(optimizer.state_dict())
+            data.extend(optimizer_state.encode(state_dict))
+            length[:] = len(data).to_bytes(8, "little")
+        yield length
+
+    def everything() -> Iterator[tuple[str, Any]]:
+        given = arrays.collect(operation, entry.argument, values, names=names, parameters=entry.parameters)
+        yield from ((str(given.label(index)), found) for index, found in enumerate(given.objects))
         if not is_root:
-            optimizer_state.adopt(optimizer, bytes(data))
-        yield from optimizer_state.tensors(optimizer)
+            state_dict.update(optimizer_state.decode(operation, bytes(data), optimizer))
+        yield from optimizer_state.tensors(state_dict)
 
-    return found()
+    entry.run(encoded_length(), group, None, root, arguments)
+    if not is_root:
+        data.extend(bytes(int.from_bytes(length, "little")))
+    entry.run([data], group, None, root, arguments)
+    result = entry.run(everything(), group, None, root, arguments)
+    if not is_root:
+        optimizer.load_state_dict(state_dict)
+    return result
 
 
 def plan(
@@ -362,6 +375,11 @@ class _Entry:
         self, values: Any, group: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
     ) -> Result | Handle:
         """Checks everything, then carries the call out; a refusal reaches the other ranks before it is raised."""
+        return groups.untraced(self._run, values, group, names, root, arguments)
+
+    def _run(
+        self, values: Any, group: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
+    ) -> Result | Handle:
         state = groups.resolve(self.operation, group)
         with state.call(self.operation):
             try:
@@ -370,6 +388,10 @@ class _Entry:
                 call = self._check(state, values, names, root, arguments)
             except Exception as refusal:
                 self._refuse(state, refusal)
+                raise
+            except BaseException as interruption:
+                # The other ranks may be in this call already: a later one of ours must not meet theirs.
+                state.break_(interruption)
                 raise
             if _alone(state):
                 return self._run_alone(state, call)
@@ -382,6 +404,7 @@ class _Entry:
         self, state: groups.GroupState, values: Any, names: Iterable[str] | None, root: Any, arguments: dict[str, Any]
     ) -> Call:
         options = Options.make(self.operation, **arguments)
+        settings.get("GRADPACK_SLOT_BYTES")
         if self.parameters == "value":
             if isinstance(root, bool) or not isinstance(root, int):
                 raise TypeError(f"{self.operation}: root: found {root!r} ({type(root).__name__}), wanted a rank of the group")

@@ -11,14 +11,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from gradpack.errors import BuildError, TransportError
 from gradpack.result import Handle, Result
 
-__all__ = ["GroupState", "close", "duplicate", "release", "resolve"]
+__all__ = ["GroupState", "close", "duplicate", "release", "resolve", "untraced"]
 
 
 class _Closeable(Protocol):
@@ -26,6 +26,7 @@ class _Closeable(Protocol):
 
 
 _Resource = TypeVar("_Resource", bound=_Closeable)
+_Returned = TypeVar("_Returned")
 
 
 class GroupState:
@@ -41,7 +42,7 @@ class GroupState:
         self.rank: int = dist.get_rank(process_group)
         self.size: int = dist.get_world_size(process_group)
         self.timeout = _default_timeout(process_group)
-        self.broken: BaseException | None = None
+        self._broken: str | None = None
         self.packers: dict[Any, Any] = {}
         self._resources: dict[str, _Closeable] = {}
         self._inside = threading.Lock()
@@ -94,11 +95,18 @@ class GroupState:
         Raises:
             TransportError: An earlier call left the group broken.
         """
-        if self.broken is not None:
+        if self._broken is not None:
             raise TransportError(
-                f"{operation}: group: broken by an earlier failure ({type(self.broken).__name__}: {self.broken}), wanted a new "
-                "process group, or gradpack.close(group) on every rank"
-            ) from self.broken
+                f"{operation}: group: broken by an earlier failure ({self._broken}), wanted a new process group, or "
+                "gradpack.close(group) on every rank"
+            )
+
+    def break_(self, cause: BaseException) -> None:
+        """From now on every call raises ``cause``: it left collectives behind that no later call may meet.
+
+        Only its text is kept: its traceback would keep everything alive that the call held.
+        """
+        self._broken = self._broken or f"{type(cause).__name__}: {cause}"
 
     def resource(self, name: str, make: Callable[[], _Resource]) -> _Resource:
         """The resource of that name, made at first use and closed with the group."""
@@ -113,18 +121,30 @@ class GroupState:
         future = self._worker.submit(run)
         self._pending.add(future)
         self._unreported.append(future)
-
-        def reported() -> None:
-            if future in self._unreported:
-                self._unreported.remove(future)
+        _owing.add(self)
+        # Weak: the future keeps its callbacks, and would keep the state.
+        state = weakref.ref(self)
 
         def done(finished: Future[Result]) -> None:
-            if finished.exception() is None:
-                reported()
-            self._pending.discard(finished)
+            owner = state()
+            if owner is not None:
+                owner._pending.discard(finished)
+                if finished.exception() is None:
+                    owner._reported(finished)
+
+        def reported() -> None:
+            owner = state()
+            if owner is not None:
+                owner._reported(future)
 
         future.add_done_callback(done)
         return Handle(future, reported)
+
+    def _reported(self, future: Future[Result]) -> None:
+        if future in self._unreported:
+            self._unreported.remove(future)
+        if not self._unreported:
+            _owing.discard(self)
 
     def drain(self) -> None:
         """Waits until the worker has nothing left to do: calls run in the order in which they were made."""
@@ -140,7 +160,9 @@ class GroupState:
             GradpackError: The first such error.
         """
         while self._unreported:
-            error = self._unreported.pop(0).exception()
+            first = self._unreported[0]
+            error = first.exception()
+            self._reported(first)
             if error is not None:
                 raise error
 
@@ -154,10 +176,13 @@ class GroupState:
         for resource in resources.values():
             resource.close()
         self.packers.clear()
-        self.broken = None
+        self._broken = None
 
 
 _states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
+_owing: set[GroupState] = set()
+"""States with background calls that run, or failed and nobody knows: these outlive their groups."""
+
 _parents_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -202,6 +227,25 @@ def resolve(operation: str, group: Any) -> GroupState:
     if state is None:
         state = _states[group] = GroupState(group)
     return state
+
+
+_untraced: Callable[..., Any] | None = None
+
+
+def _call(function: Callable[..., _Returned], *arguments: Any) -> _Returned:
+    return function(*arguments)
+
+
+def untraced(function: Callable[..., _Returned], *arguments: Any) -> _Returned:
+    """Calls a function where torch.compile does not look: what talks to other processes cannot be traced."""
+    global _untraced
+    if "torch._dynamo" not in sys.modules:
+        return function(*arguments)  # nothing has been compiled, and the compiler takes seconds to import
+    if _untraced is None:
+        compiler: Any = sys.modules["torch"].compiler
+        _untraced = compiler.disable(_call)
+    found: _Returned = _untraced(function, *arguments)
+    return found
 
 
 def close(group: Any = None) -> None:
@@ -259,14 +303,39 @@ def duplicate(process_group: Any, timeout: float) -> Any:
     if backend != "gloo":
         ranks = dist.get_process_group_ranks(process_group)
         return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
-    store = dist.distributed_c10d._get_process_group_store(process_group)
+    store: Any = dist.distributed_c10d._get_process_group_store(process_group)
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     prefix = f"gradpack/{process_group.group_name}"
-    # Each rank counts its own duplicates in the store, which may outlive the group (an elastic agent's does): the n-th of one
-    # rank meets the n-th of every other, never the addresses that an earlier one left behind.
-    number = store.add(f"{prefix}/duplicates of rank {rank}", 1)
+    # A connection waits for one thing at a time: two groups that meet in crossed order on one would never meet. Not every store,
+    # nor every torch, can make another.
+    with suppress(AttributeError, RuntimeError):
+        store = store.clone()
+    # Each rank counts its duplicates in the store, which may outlive the group (an elastic agent's does), so that none reads the
+    # addresses that an earlier one left behind. A rank that has met fewer, since another gave up before it came, catches up.
+    counted = [f"{prefix}/duplicates of rank {peer}" for peer in range(size)]
+    own = store.add(counted[rank], 1)
+    number = max(own, *(store.add(key, 0) for key in counted))
+    if number > own:
+        store.add(counted[rank], number - own)
     meeting = dist.distributed_c10d.PrefixStore(f"{prefix}/duplicate {number}", store)
-    return dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=timeout))
+    with _subnormals_kept():
+        return dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=timeout))
+
+
+@contextmanager
+def _subnormals_kept() -> Iterator[None]:
+    """Undoes ``torch.set_flush_denormal(True)`` for a while: threads that are started inherit the mode, and gloo's sum."""
+    import torch
+
+    smallest = float("5e-324")
+    flushed = smallest == 0.0 or smallest * 1.0 == 0.0
+    if flushed:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushed:
+            torch.set_flush_denormal(True)
 
 
 def release(duplicated: Any) -> None:
@@ -283,14 +352,15 @@ def _in_forked_child() -> None:
     if torch_c10d is not None:
         for process_group in torch_c10d._world.pg_map:
             _parents_groups.add(process_group)
-    for state in _states.values():
+    for state in {*_states.values(), *_owing}:
         # Never freed here: gloo's destructor joins threads that stayed in the parent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))
     _states.clear()
+    _owing.clear()
 
 
 def _at_exit() -> None:
-    for state in list(_states.values()):
+    for state in {*_states.values(), *_owing}:
         try:
             with state.entered("exit"):
                 state.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from datetime import timedelta
 
 from gradpack.dtypes import COMPRESS
 
-__all__ = ["Options"]
+__all__ = ["MAX_SECONDS", "Options"]
+
+MAX_SECONDS = 10**9
+"""The longest timeout, 31 years: longer ones overflow in what waits."""
 
 _TRANSPORTS = ("auto", "process_group")
 
@@ -50,8 +52,8 @@ def _seconds(operation: str, argument: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         kind = type(value).__name__
         raise TypeError(f"{operation}: {argument}: found {value!r} ({kind}), wanted seconds, a timedelta or None")
-    if not value > 0 or math.isinf(value):
-        raise ValueError(f"{operation}: {argument}: found {value!r}, wanted a positive, finite number of seconds")
+    if not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"{operation}: {argument}: found {value!r}, wanted a positive number of seconds, {MAX_SECONDS} at most")
     return float(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,8 @@ def refuse_one(rank: int, world: int) -> None:
     bad(good, NotImplementedError, "allreduce: max_norm", max_norm=1.0)
     bad(good, ValueError, "allreduce: timeout", timeout=0)
     bad(good, TypeError, "allreduce: timeout", timeout="soon")
+    for timeout in (float("nan"), float("inf"), 10**400, 1e15, timedelta.max):
+        bad(good, ValueError, "allreduce: timeout", timeout=timeout)
     bad(good, ValueError, "allreduce: missing", missing="mean_present", op="sum")
     bad(good, ValueError, "allreduce: names: found 2 names, wanted 1", names=["a", "b"])
     bad(lambda: 5, TypeError, "allreduce: grads: found int")
@@ -247,6 +250,71 @@ def slot_bytes(rank: int, world: int) -> str:
     return refused(
         lambda: gradpack.allreduce([torch.ones(2, 3)] + [torch.ones(1) for _ in range(20_000)]), gradpack.LayoutMismatch
     )
+
+
+def unusable_setting(rank: int, world: int) -> None:
+    if rank == 1:
+        os.environ["GRADPACK_SLOT_BYTES"] = "banana"
+    kind = ValueError if rank == 1 else gradpack.LayoutMismatch
+    assert "GRADPACK_SLOT_BYTES: found 'banana'" in refused(lambda: gradpack.allreduce([torch.ones(1)]), kind)
+    os.environ.pop("GRADPACK_SLOT_BYTES", None)
+    check_next_call(rank, world)
+
+
+def test_a_setting_that_one_rank_cannot_use_reaches_all() -> None:
+    run_ranks(unusable_setting, 2)
+
+
+def interrupted(rank: int, world: int) -> None:
+    gradpack.allreduce([torch.ones(1)])
+
+    def grads() -> Any:
+        yield torch.ones(4)
+        raise KeyboardInterrupt
+
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt):
+            gradpack.allreduce(grads())
+        # Its next call must not meet the one that rank 0 is in.
+        with pytest.raises(gradpack.TransportError, match="KeyboardInterrupt"):
+            gradpack.allreduce([torch.full((4,), 101.0)])
+        return
+    grad = torch.ones(4)
+    with pytest.raises(gradpack.TransportError):
+        gradpack.allreduce([grad], timeout=2)
+    assert_same(grad, torch.ones(4))
+
+
+def test_an_interruption_breaks_the_group_instead_of_shifting_calls() -> None:
+    run_ranks(interrupted, 2)
+
+
+def materialised(rank: int, world: int) -> None:
+    for make in (
+        lambda: torch.ones(4, 6).t()[::2],
+        lambda: torch.ones(2, 3, 4, 5)[:, ::2].transpose(0, 3),
+        lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.empty_strided((3, 4, 5), (1, 0, 3)),
+        lambda: torch.ones(()),
+    ):
+        parameter = torch.nn.Parameter(make())
+        if rank == 0:
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape)
+        gradpack.allreduce([parameter], op="sum", missing="zeros")
+        assert torch.equal(parameter.grad, torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape))
+    twice = torch.nn.Parameter(torch.ones(3))
+    pair = [torch.nn.Parameter(torch.ones(3)), twice] if rank == 0 else [twice, twice]
+    if rank == 0:
+        for parameter in pair:
+            parameter.grad = torch.ones(3)
+    kind = gradpack.LayoutMismatch if rank == 0 else gradpack.LayoutError
+    assert "a Parameter twice" in refused(lambda: gradpack.allreduce(pair, missing="zeros"), kind)
+    assert rank == 0 or twice.grad is None
+    check_next_call(rank, world)
+
+
+def test_missing_gradients_are_made_in_the_order_that_was_planned() -> None:
+    run_ranks(materialised, 2)
 
 
 def test_settings_that_shape_traffic_must_be_equal() -> None:

@@ -244,6 +244,39 @@ def autograd(rank: int, world: int) -> None:
         assert flat.sum() == 4 * sum(range(world))
 
 
+def subnormals(rank: int, world: int) -> None:
+    """Kept though the caller flushes them, in what gloo sums too: set before the first call, its threads could inherit it."""
+    torch.set_flush_denormal(True)
+    for whole, floating in ((np.int32, torch.float32), (np.int64, torch.float64)):
+        bits = torch.from_numpy(np.full(100_000, 1000, whole))
+        gradpack.allreduce([bits.view(floating)], op="sum")
+        assert (bits == 1000 * world).all()
+
+
+def test_subnormals_are_kept_though_torch_flushes_them() -> None:
+    run_ranks(subnormals, 2)
+
+
+def compiled(rank: int, world: int) -> None:
+    layer = nn.Linear(4, 2)
+
+    @torch.compile(backend="eager")
+    def step(images: torch.Tensor) -> torch.Tensor:
+        layer.zero_grad()
+        layer(images).sum().backward()
+        gradpack.allreduce(layer, op="sum")
+        return images + 1
+
+    for _ in range(2):
+        step(torch.ones(3, 4))
+        assert_same(layer.bias.grad, torch.full((2,), 3.0 * world))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_works_inside_a_compiled_function_from_the_first_call_on() -> None:
+    run_ranks(compiled, 2)
+
+
 def test_autograd_sees_what_was_written() -> None:
     run_ranks(autograd, 2)
 

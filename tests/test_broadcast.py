@@ -68,6 +68,44 @@ def test_broadcast_copies_every_bit_of_the_root(world: int, root: int) -> None:
     run_ranks(broadcasts, world, root)
 
 
+def refusals(rank: int, world: int) -> None:
+    """A refused broadcast leaves the optimizer as it was; what only the root can see reaches the others."""
+    model = make_model(rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    images, labels = batch_of(0, rank)
+    nn.functional.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    before = [tensor.clone() for tensor in [*model.parameters(), *state_of(optimizer)]]
+    with pytest.raises(gradpack.LayoutMismatch, match=r"float32\[[34]\]"):
+        gradpack.broadcast([model, torch.zeros(3 + rank)], optimizer=optimizer)
+    for tensor, was in zip([*model.parameters(), *state_of(optimizer)], before, strict=True):
+        assert_same(tensor, was)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * (rank + 1)
+    with pytest.raises(TypeError, match="broadcast: optimizer: found str"):
+        gradpack.broadcast(model, optimizer="adam")
+    if rank == 0:
+        optimizer.param_groups[0]["schedule"] = lambda: None
+    with pytest.raises(Exception, match="pickle" if rank == 0 else "rank 0 refused: .*pickle"):
+        gradpack.broadcast(model, optimizer=optimizer)
+    gradpack.broadcast(model)
+
+
+def test_a_refused_broadcast_leaves_the_optimizer_alone() -> None:
+    run_ranks(refusals, 2)
+
+
+def odd_state(rank: int, world: int) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state["global"] = {"ema": torch.full((3,), 7.0 + rank)}
+    gradpack.broadcast(layer, optimizer=optimizer, names=["weight", "bias"])
+    assert_same(optimizer.state["global"]["ema"], torch.full((3,), 7.0))
+
+
+def test_state_that_belongs_to_no_parameter_and_names() -> None:
+    run_ranks(odd_state, 2)
+
+
 def optimizers_that_differ(rank: int, world: int) -> str:
     model = make_model()
     parameters = list(model.parameters())

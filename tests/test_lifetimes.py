@@ -17,6 +17,7 @@ import torch.distributed as dist
 import gradpack
 from gradpack import groups
 from gradpack.testing import assert_same, every_rank_raises, run_ranks, try_ranks
+from gradpack.transports.process_group import _Waiting
 
 
 def background(rank: int, world: int) -> None:
@@ -51,6 +52,73 @@ def background(rank: int, world: int) -> None:
     gradpack.allreduce([torch.ones(3)])
     gradpack.close()
     assert alive() is None
+
+
+def dropped(rank: int, world: int) -> None:
+    """Handles dropped, the group destroyed: what failed is told at exit, what did not lets the group's state go."""
+    gradpack.allreduce([torch.ones(500_000)], async_op=True)
+    gradpack.allreduce([torch.ones(3 + rank)], async_op=True)
+    dist.destroy_process_group()
+    with pytest.warns(RuntimeWarning, match=r"left behind at exit: LayoutMismatch.*grads\[0\]"):
+        groups._at_exit()
+    assert not groups._owing
+
+
+def test_a_dropped_handle_loses_no_error_though_the_group_is_destroyed() -> None:
+    run_ranks(dropped, 2)
+
+
+class LateWork:
+    """A collective that completes just after a wait has given up."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_completes_as_a_wait_gives_up_is_complete() -> None:
+    _Waiting(LateWork(), "all-gather", 2).wait(time.monotonic() + 5)
+
+
+def crossed(rank: int, world: int) -> None:
+    """Two threads meet on two groups for the first time, in crossed order."""
+    pair = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    grads = [torch.full((3,), float(rank)) for _ in pair]
+
+    def run(place: int, delay: float) -> None:
+        time.sleep(delay)
+        gradpack.allreduce([grads[place]], op="sum", group=pair[place], timeout=20)
+
+    threads = [threading.Thread(target=run, args=(place, 0.5 * (place != rank))) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for grad in grads:
+        assert_same(grad, torch.ones(3))
+
+
+def test_groups_meet_in_any_order() -> None:
+    run_ranks(crossed, 2)
+
+
+def met_late(rank: int, world: int) -> None:
+    if rank == 0:
+        with pytest.raises(gradpack.TransportTimeout):
+            gradpack.allreduce([torch.ones(1)], timeout=1)
+    else:
+        time.sleep(2)
+    gradpack.close()
+    grad = torch.full((2,), float(rank))
+    gradpack.allreduce([grad], op="sum")
+    assert_same(grad, torch.ones(2))
+
+
+def test_close_on_every_rank_mends_a_first_meeting_that_failed() -> None:
+    run_ranks(met_late, 2)
 
 
 def test_background_calls_run_in_call_order() -> None:
@@ -94,9 +162,10 @@ def groups_and_duplicates(rank: int, world: int) -> None:
     with pytest.raises(TypeError, match="group: found str"):
         gradpack.allreduce([torch.ones(1)], group="world")
     state = weakref.ref(groups.resolve("test", None))
+    gc.disable()  # it dies with its group, not when the collector comes by
     dist.destroy_process_group()
-    gc.collect()
     assert state() is None
+    gc.enable()
     with pytest.raises(gradpack.TransportError, match="init_process_group"):
         gradpack.allreduce([torch.ones(1)])
 

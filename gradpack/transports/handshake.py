@@ -106,7 +106,11 @@ class Details:
     @staticmethod
     def of_refusal(reason: BaseException) -> Details:
         """The details of a rank that refuses."""
-        return Details(f"{type(reason).__name__}: {reason}", {}, [], [], "")
+        try:
+            text = f": {reason}"
+        except Exception:
+            text = " that cannot be printed"
+        return Details(f"{type(reason).__name__}{text}", {}, [], [], "")
 
     @staticmethod
     def of_call(kind: str, root: int | None, packer: Packer, options: Options, slot_bytes: int, present: bytes) -> Details:

@@ -59,9 +59,14 @@ class _Waiting:
             try:
                 self._work.wait(min(_LOOK, timedelta(seconds=max(left, 0.001))))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if not self._work.is_completed():
                     continue
+            # It may have completed after that wait gave up, so what the wait raised says nothing: the work itself is asked.
+            try:
+                self._work.wait()
+                return
+            except RuntimeError as error:
                 if _timed_out(error):
                     raise TransportTimeout(self._late) from error
                 raise PeerLost(f"{self._what}: found the connection to another rank broken, wanted it alive") from error
@@ -84,7 +89,7 @@ class ProcessGroupTransport(StagedTransport):
                     f"{operation}: group: found the deadline of {seconds:g} s passed as the group was duplicated, "
                     f"wanted all {state.size} ranks to arrive before it"
                 )
-            state.broken = failed
+            state.break_(failed)
             raise failed from error
         self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
 

@@ -10,6 +10,7 @@ slice from every rank, it sums them in rank order in float32, divides, rounds on
 from __future__ import annotations
 
 import time
+import weakref
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
@@ -75,8 +76,14 @@ class StagedTransport(Transport):
     """
 
     def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self._slot_bytes = int(str(settings.get("GRADPACK_SLOT_BYTES")))
+        # The state owns the transport and must die with its group, not when the garbage collector finds a cycle.
+        self._state: GroupState = weakref.proxy(state)
+        try:
+            slot_bytes = settings.get("GRADPACK_SLOT_BYTES")
+        except ValueError:
+            # Each call refuses such a setting before it comes here; telling the other ranks so takes a transport.
+            slot_bytes = settings.SETTINGS["GRADPACK_SLOT_BYTES"].default
+        self._slot_bytes = int(str(slot_bytes))
         self._payload_bytes = PAYLOAD_BYTES if state.size <= MAX_PAYLOAD_WORLD else 0
         self._opening_bytes = HEADER_BYTES + self._payload_bytes
         self._opening = NUM_SLOTS * self._slot_bytes
@@ -134,10 +141,10 @@ class StagedTransport(Transport):
             raise
         except TransportError as error:
             named = type(error)(f"{operation}: call {self.calls} on this group: {error}")
-            self._state.broken = named
+            self._state.break_(named)
             raise named from error.__cause__
         except BaseException as error:
-            self._state.broken = error
+            self._state.break_(error)
             raise
 
     def explain(self, packer: Packer) -> list[str]:
@@ -260,7 +267,7 @@ class StagedTransport(Transport):
             )
         lacking = [index for index in _absent(call.arrays) if counts[index]]
         if lacking:
-            call.arrays = arrays.materialise(call.collected, lacking)
+            call.arrays = arrays.materialise(call.collected, call.arrays, lacking)
             call.arrays.pack_logically(call.packer.logical)
         if call.options.missing == "mean_present":
             run.counts = array("i", counts).tobytes()
