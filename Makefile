@@ -78,6 +78,7 @@ bench: setup
 	@$(BIN)/python benchmarks/bench_border.py
 	@$(BIN)/python benchmarks/bench_pack.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_opening.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_merge.py
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . || true

@@ -15,8 +15,9 @@ __all__ = ["LINE_BYTES", "MERGE_BYTES", "Slice", "payload_slices", "round_up", "
 LINE_BYTES = 64
 """Bytes of a cache line, to multiples of which payloads and shards are laid out."""
 
-MERGE_BYTES = 256 << 10
-"""Neighbouring packs travel together until they reach this size: below it a collective costs more than it hides."""
+MERGE_BYTES = 1 << 20
+"""Neighbouring packs travel together until they reach this size: below it a collective costs more than it hides
+(``benchmarks/bench_merge.py``)."""
 
 
 def round_up(value: int, step: int) -> int:

@@ -1,0 +1,68 @@
+"""Up to which size neighbouring packs should travel in one collective, beside a flat, preallocated all-reduce of the same bytes.
+
+Run it with torchrun::
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_merge.py
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import gradpack
+from gradpack.transports import slices
+
+LIMITS = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
+SIZES = [300_000, 600_000, 2_000_000, 8_000_000, 32_000_000]
+
+
+def timed(call: Callable[..., object], *args: object, **options: object) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    call(*args, **options)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--splits", type=int, default=4)
+    parser.add_argument("--compress", choices=["fp16", "bf16"])
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    ranks = list(range(dist.get_world_size()))
+    flat_group = dist.new_group(ranks)
+    groups = {limit: dist.new_group(ranks) for limit in LIMITS}
+    if dist.get_rank() == 0:
+        columns = "  ".join(f"{limit >> 10:>7} KiB" for limit in LIMITS)
+        print(f"{len(ranks)} ranks, splits={options.splits}, compress={options.compress}: median ms, and median ratio to flat")
+        print(f"{'bytes':>9} {'flat':>7}   merged up to: {columns}")
+    for nbytes in SIZES:
+        grads, flat = [torch.randn(nbytes // 32) for _ in range(8)], torch.randn(nbytes // 4)
+        for limit, group in groups.items():
+            slices.MERGE_BYTES = limit  # what travels together is worked out at a group's first call, and kept
+            gradpack.allreduce(grads, options.splits, compress=options.compress, group=group)
+        times: dict[object, list[float]] = {key: [] for key in ["flat", *LIMITS]}
+        for iteration in range(options.iterations + 5):
+            row: dict[object, float] = {"flat": timed(dist.all_reduce, flat, group=flat_group)}
+            for limit, group in groups.items():
+                row[limit] = timed(gradpack.allreduce, grads, options.splits, compress=options.compress, group=group)
+            if iteration >= 5:
+                for key, seconds in row.items():
+                    times[key].append(seconds)
+        if dist.get_rank() == 0:
+            cells = []
+            for limit in LIMITS:
+                ratio = statistics.median(a / b for a, b in zip(times[limit], times["flat"], strict=True))
+                cells.append(f"{1e3 * statistics.median(times[limit]):6.2f} {ratio:4.2f}")
+            print(f"{nbytes:>9} {1e3 * statistics.median(times['flat']):7.2f}                 {'  '.join(cells)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
