@@ -4,7 +4,8 @@
 
 Gradients stream through three slots of 16 MiB, as they do in an all-reduce, with the non-finite check on. The yardstick is
 the C library's memcpy of as many bytes (bytes read plus bytes written), with as many threads, through the same slots in
-pieces of the same size, alternating with ours: `ratio` is the median over iterations of its time over ours, so 1.00 is the
+pieces of the same size, alternating with ours (what fits into the caches: in
+blocks of several passes, the first not counted): `ratio` is the median over iterations of its time over ours, so 1.00 is the
 speed of memcpy. Each of its threads copies its share of every piece and waits for no other, and only the longest thread's
 copying is counted: no launching, no joining.
 """

@@ -155,7 +155,7 @@ def broadcast(
             copied as they are, so every dtype is taken, bool too.
         root: The rank of the group whose values count.
         optimizer: A ``torch.optim.Optimizer`` whose state is made equal too. Ranks need not have any state yet: the shape of
-            the root's is sent first.
+            the root's is sent first. It is loaded last, once everything has arrived.
         splits: As for ``allreduce``.
         bytes_per_pack: As for ``allreduce``.
         group: As for ``allreduce``.

@@ -25,7 +25,7 @@ PROTOCOL = 1
 PRESENCE_GRADIENTS = 4096
 """Gradients whose presence fits into the header; longer lists need the details where ranks differ."""
 
-_STRUCT = struct.Struct("<8sIIQQ16s16s16s")
+_STRUCT = struct.Struct("<8sIIQ16s16s16s")
 _MAGIC = b"gradpack"
 HEADER_BYTES = 640
 """Bytes of a header on the wire: the fields, the presence bits and room to the next multiple of a cache line."""
@@ -37,7 +37,6 @@ class Header:
 
     Attributes:
         refused: The rank refuses its own arguments.
-        call: Number of the call on this group.
         count: Number of gradients.
         fingerprint: Of everything that must be equal.
         walk: Digest of the orders in which the gradients are walked.
@@ -45,7 +44,6 @@ class Header:
     """
 
     refused: bool
-    call: int
     count: int
     fingerprint: bytes
     walk: bytes
@@ -55,7 +53,7 @@ class Header:
     def encode(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
         presence = digest(self.present.hex())
-        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.call, self.count, self.fingerprint, self.walk, presence)
+        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.count, self.fingerprint, self.walk, presence)
         return (fields + self.present[: PRESENCE_GRADIENTS // 8]).ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
@@ -65,7 +63,7 @@ class Header:
         Raises:
             LayoutMismatch: The bytes are no header of this version of gradpack.
         """
-        magic, protocol, refused, call, count, fingerprint, walk, presence = _STRUCT.unpack_from(data)
+        magic, protocol, refused, count, fingerprint, walk, presence = _STRUCT.unpack_from(data)
         if magic != _MAGIC or protocol != PROTOCOL:
             raise LayoutMismatch(
                 f"found a header of protocol {protocol} ({magic!r}), wanted {PROTOCOL} ({_MAGIC!r}): "
@@ -73,7 +71,7 @@ class Header:
             )
         bits = min(count, PRESENCE_GRADIENTS)
         present = data[_STRUCT.size : _STRUCT.size + (bits + 7) // 8]
-        return Header(bool(refused), call, count, fingerprint, walk, present, presence)
+        return Header(bool(refused), count, fingerprint, walk, present, presence)
 
 
 def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, slot_bytes: int) -> bytes:

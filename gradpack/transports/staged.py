@@ -58,7 +58,6 @@ class _Run:
     call: Call
     planned: Planned
     deadline: float
-    number: int
     nonfinite: _C.Nonfinite | None
     divisor: int
     counts: bytes | None = None
@@ -118,7 +117,7 @@ class StagedTransport(Transport):
         call.arrays.pack_logically(call.packer.logical)
         here = frozenset(_absent(call.arrays))
         deadline = self._deadline(call.options.timeout)
-        run = _Run(call, call.packer.planned(here), deadline, self._next_call(), nonfinite, divisor)
+        run = _Run(call, call.packer.planned(here), deadline, nonfinite, divisor)
         with self._guarded(call.collected.operation):
             self._carry_out(run)
         return call.result(nonfinite, run.wire_bytes)
@@ -126,7 +125,7 @@ class StagedTransport(Transport):
     def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
         """See ``Transport.refuse``."""
         deadline = self._deadline(timeout)
-        header = Header(True, self._next_call(), 0, bytes(16), bytes(16), b"")
+        header = Header(True, 0, bytes(16), bytes(16), b"")
         with self._guarded(operation):
             self._write(self._opening, header.encode())
             self.start_all_gather(self._opening, self._opening_bytes, self._openings, deadline).wait(deadline)
@@ -135,6 +134,7 @@ class StagedTransport(Transport):
     @contextmanager
     def _guarded(self, operation: str) -> Iterator[None]:
         """Breaks the group where a call ends with its collectives under way, and names the call in what the transport raises."""
+        self.calls += 1
         try:
             yield
         except LayoutMismatch:
@@ -165,10 +165,6 @@ class StagedTransport(Transport):
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._state.timeout if timeout is None else timeout)
-
-    def _next_call(self) -> int:
-        self.calls += 1
-        return self.calls
 
     def _write(self, offset: int, data: bytes) -> None:
         memoryview(self._buffer)[offset : offset + len(data)] = data
@@ -210,7 +206,7 @@ class StagedTransport(Transport):
         fingerprint = handshake.fingerprint_of(
             call.kind, call.root, call.packer, call.options, self._state.size, self._slot_bytes
         )
-        header = Header(False, run.number, len(call.arrays), fingerprint, call.packer.walk_digest(), call.arrays.present)
+        header = Header(False, len(call.arrays), fingerprint, call.packer.walk_digest(), call.arrays.present)
         self._write(self._opening, header.encode())
         if call.kind == "allreduce" or call.root == self._state.rank:
             for part in payload:
