@@ -119,3 +119,45 @@ class Plan:
     ) -> None: ...
     def check_finite(self, arrays: Arrays, nonfinite: Nonfinite) -> None:
         """Looks at every gradient of every stream; moves nothing."""
+
+@final
+class Peers:
+    """Who of a group of ranks is alive, what those that gave up said, and where each is in the sequence of calls.
+
+    One thread and one TCP connection to each other rank. A process that is stopped is not gone; a connection that ended, a
+    process that ended and a host that does not acknowledge are told apart. Methods release the GIL while they wait and may be
+    called from any thread (`enter`, `step` and `leave` from one at a time). In a forked child all of them raise RuntimeError,
+    except `close` and the destructor, which do nothing there. Raises OSError where the system refuses a socket or a thread.
+    """
+
+    def __init__(self, rank: int, size: int, host_timeout: float, interface: str, *, host: str = "") -> None:
+        """Listens; there is no thread yet.
+
+        `host_timeout` is in seconds, 0.1 to 1e6. Addresses of `interface` are tried before others; of a list with commas, the
+        first counts. Ranks of different `host` treat each other as being on different hosts ("": the boot id says).
+        """
+    def card(self) -> bytes:
+        """What the other ranks need to reach this one; 4096 bytes at most."""
+    def connect(self, cards: Sequence[bytes]) -> None:
+        """Starts the thread, which connects until all are connected. One card for each rank, in rank order."""
+    def wait_connected(self, seconds: float) -> bool:
+        """Whether all are connected. Returns early also where a rank ended before it was connected."""
+    def unreached(self) -> list[int]: ...
+    def enter(self, call: int) -> None:
+        """This rank is inside call number `call` (1, 2, ...) now, at step 0."""
+    def step(self, step: int) -> None: ...
+    def leave(self) -> None:
+        """The call is finished."""
+    def verdict(self, call: int, seconds: float) -> tuple[str, int, str] | None:
+        """Waits for bad news, which is kept once it is known: (kind, rank, text).
+
+        "gave_up": the rank called `give_up`; the text is kind, a newline, text. Goes before the others, of which the first
+        counts. "gone": its process is. "silent": its host, or the network to it, does not acknowledge. "left": it called
+        `close` and had finished fewer than `call` calls.
+        """
+    def positions(self, seconds: float) -> list[tuple[int, bool, int] | None]:
+        """Where each rank is: (the call it entered last, whether it is inside, step). None: it did not answer in time."""
+    def give_up(self, kind: str, text: str) -> None:
+        """Tells all ranks; only the first time counts. Of `text` the first 2000 bytes. Takes 0.2 s at most."""
+    def close(self) -> None:
+        """Says farewell, with the number of calls finished, and ends all connections and the thread, within 0.3 s."""

@@ -43,4 +43,5 @@ PYBIND11_MODULE(_C, module) {
   module.attr("cuda_built") = false;
   gradpack::bind_arrays(module);
   gradpack::bind_kernels(module);
+  gradpack::bind_peers(module);
 }
