@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from gradpack.layout import Layout as Layout
     from gradpack.result import Handle as Handle
     from gradpack.result import Result as Result
+    from gradpack.sync import barrier as barrier
+    from gradpack.sync import check_in_sync as check_in_sync
 
 _HOMES = {
     "errors": (
@@ -45,6 +47,7 @@ _HOMES = {
     "groups": ("close",),
     "layout": ("Layout",),
     "result": ("Handle", "Result"),
+    "sync": ("barrier", "check_in_sync"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -63,7 +66,9 @@ __all__ = [
     "TransportTimeout",
     "__version__",
     "allreduce",
+    "barrier",
     "broadcast",
+    "check_in_sync",
     "close",
     "explain",
     "plan",

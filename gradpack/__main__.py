@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
-from importlib import metadata
+from importlib import metadata, util
+from pathlib import Path
 
 from gradpack import __version__, settings
 
@@ -15,6 +17,34 @@ def _installed(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _version_by(library: ctypes.CDLL, function: str) -> int:
+    """What a library's ``function(int *version)`` says, or 0 where it fails."""
+    version = ctypes.c_int()
+    return version.value if getattr(library, function)(ctypes.byref(version)) == 0 else 0
+
+
+def _cuda_driver() -> str:
+    try:
+        found = _version_by(ctypes.CDLL("libcuda.so.1"), "cuDriverGetVersion")
+    except OSError:
+        return "absent"
+    return f"for CUDA {found // 1000}.{found % 1000 // 10}" if found else "installed, but not usable"
+
+
+def _nccl() -> str:
+    """The libnccl that a program here would load: that of the nvidia wheels, which torch and CuPy use, else the system's."""
+    package = util.find_spec("nvidia")
+    folders = list(package.submodule_search_locations or ()) if package is not None else []
+    names = [str(path) for folder in folders for path in sorted(Path(folder).glob("*/lib/libnccl.so.2"))]
+    for name in [*names, "libnccl.so.2"]:
+        try:
+            found = _version_by(ctypes.CDLL(name), "ncclGetVersion")
+        except (OSError, AttributeError):
+            continue
+        return f"{found // 10000}.{found // 100 % 100}.{found % 100} ({name})"
+    return "not found"
 
 
 def report() -> str:
@@ -34,6 +64,7 @@ def report() -> str:
         lines.append(f"CUDA {'built in' if _C.cuda_built else 'not built in'}")
     except (ImportError, ValueError) as error:
         lines.append(f"not usable: {error}")
+    lines += [f"CUDA driver {_cuda_driver()}", f"NCCL {_nccl()}"]
     lines += [f"{package} {_installed(package)}" for package in ("torch", "numpy", "cupy", "mpi4py")]
     lines.append("settings")
     for name, setting in settings.SETTINGS.items():

@@ -103,6 +103,13 @@ def flatten(operation: str, argument: str, values: object, parameters: str) -> I
             yield None, value
 
 
+def _are_arrays_alone(values: Any) -> bool:
+    """Whether nothing in a list has to be taken apart; looks at each type once, since long lists come with every call."""
+    torch = _torch()
+    wrappers: Any = (tuple,) if torch is None else (tuple, torch.nn.Module)
+    return not any(issubclass(kind, wrappers) for kind in set(map(type, values)))
+
+
 def collect(operation: str, argument: str, values: object, *, names: Iterable[str] | None, parameters: str) -> Collected:
     """Makes one flat list of what the caller passed; an iterator is consumed once.
 
@@ -117,8 +124,12 @@ def collect(operation: str, argument: str, values: object, *, names: Iterable[st
         TypeError: ``values`` holds no arrays, or ``names`` no strings.
         ValueError: ``names`` has another length.
     """
-    found = list(flatten(operation, argument, values, parameters))
-    objects = [array for _, array in found]
+    if type(values) in (list, tuple) and _are_arrays_alone(values):
+        found: list[tuple[str | None, Any]] = []
+        objects = list(values)  # type: ignore[call-overload]
+    else:
+        found = list(flatten(operation, argument, values, parameters))
+        objects = [array for _, array in found]
     labels: list[str] | None
     if names is not None:
         if isinstance(names, str):

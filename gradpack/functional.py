@@ -94,7 +94,8 @@ def allreduce(
         missing: What a gradient that is None on some ranks means: ``"error"``, ``"zeros"``, or ``"mean_present"`` (the mean over
             the ranks that have it). One that is None on all ranks stays None.
         check_finite: Whether to look for inf and NaN in the result, at no extra pass over memory.
-        group: A torch process group, or None for the default one.
+        group: A torch process group, an mpi4py communicator, any object with ``rank``, ``size`` and
+            ``allgather(data, timeout=seconds)`` of bytes, or None for torch's default process group.
         transport: ``"auto"`` or ``"process_group"``.
         names: One name for each array, for messages and ``Result.nonfinite``.
         timeout: Seconds or a timedelta to wait for the other ranks; None for the group's own.
@@ -329,17 +330,13 @@ def explain(
         )
         collected = arrays.collect("explain", "grads", grads, names=names, parameters="grad")
         packer = _packer(state, collected, arrays.describe(collected), options)
-        if _alone(state):
+        if transports.alone(state):
             return Explanation(packer.layout, None, ("a world of one rank: nothing travels",))
         state.drain()
         chosen = transports.select("explain", state, options.transport)
         why = "the only one for CPU gradients in this version" if options.transport == "auto" else "asked for by name"
         lines = (f"transport: {chosen.name}: {why}; {state.size} ranks", *chosen.explain(packer))
         return Explanation(packer.layout, chosen.name, lines)
-
-
-def _alone(state: groups.GroupState) -> bool:
-    return state.size == 1 and not settings.get("GRADPACK_FULL_PATH")
 
 
 def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C.Arrays, options: Options) -> Packer:
@@ -382,18 +379,11 @@ class _Entry:
     ) -> Result | Handle:
         state = groups.resolve(self.operation, group)
         with state.call(self.operation):
-            try:
+            with transports.refusals(self.operation, state):
                 if arguments.get("async_op") is not True:
                     state.raise_unreported()
                 call = self._check(state, values, names, root, arguments)
-            except Exception as refusal:
-                self._refuse(state, refusal)
-                raise
-            except BaseException as interruption:
-                # The other ranks may be in this call already: a later one of ours must not meet theirs.
-                state.break_(interruption)
-                raise
-            if _alone(state):
+            if transports.alone(state):
                 return self._run_alone(state, call)
             chosen = transports.select(self.operation, state, call.options.transport, call.options.timeout)
             if call.options.async_op:
@@ -414,16 +404,6 @@ class _Entry:
         described = arrays.describe(collected)
         packer = _packer(state, collected, described, options)
         return Call("allreduce" if root is None else "broadcast", root, collected, described, packer, options)
-
-    def _refuse(self, state: groups.GroupState, refusal: Exception) -> None:
-        if _alone(state):
-            return
-        state.drain()
-        try:
-            transports.select(self.operation, state, "auto").refuse(self.operation, refusal, None)
-        except Exception as error:
-            # The caller's own mistake is what must be seen; that the others could not be told is its context.
-            raise refusal from error
 
     def _run_alone(self, state: groups.GroupState, call: Call) -> Result | Handle:
         nonfinite = None

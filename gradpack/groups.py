@@ -1,4 +1,4 @@
-"""Groups of ranks: who takes part, how to meet over torch.distributed, and what lives as long as a group does."""
+"""What lives as long as a group of ranks does: its transport with the staging, its plans, its worker thread."""
 
 from __future__ import annotations
 
@@ -11,56 +11,47 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
-from gradpack.errors import BuildError, TransportError
+from gradpack import ranks
+from gradpack.errors import TransportError
+from gradpack.peers import Peers
+from gradpack.ranks import Ranks
 from gradpack.result import Handle, Result
 
-__all__ = ["GroupState", "close", "duplicate", "release", "resolve", "untraced"]
+__all__ = ["GroupState", "close", "resolve", "untraced"]
 
 
-class _Closeable(Protocol):
+class _Resource(Protocol):
     def close(self) -> None: ...
 
 
-_Resource = TypeVar("_Resource", bound=_Closeable)
+_Made = TypeVar("_Made", bound=_Resource)
 _Returned = TypeVar("_Returned")
+_Value = TypeVar("_Value")
 
 
 class GroupState:
-    """Everything of gradpack's that lives as long as one process group: transports with their staging, plans, the worker.
+    """Everything of gradpack's that lives as long as one group: transports with their staging, plans, the worker.
 
     Args:
-        process_group: The caller's group. Only a weak reference is kept, so that the state dies with it.
+        members: The ranks of the caller's group, known by a weak reference, so that the state dies with the group.
     """
 
-    def __init__(self, process_group: Any) -> None:
-        dist = _torch_distributed("gradpack")
-        self._process_group = weakref.ref(process_group)
-        self.rank: int = dist.get_rank(process_group)
-        self.size: int = dist.get_world_size(process_group)
-        self.timeout = _default_timeout(process_group)
+    def __init__(self, members: Ranks) -> None:
+        self.ranks = members
+        self.rank = members.rank
+        self.size = members.size
+        self.timeout = members.timeout
         self._broken: str | None = None
         self.packers: dict[Any, Any] = {}
-        self._resources: dict[str, _Closeable] = {}
+        self.peers: Peers | None = None
+        self._resources: dict[str, _Resource] = {}
         self._inside = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self._pending: set[Future[Result]] = set()
         self._unreported: list[Future[Result]] = []
-
-    @property
-    def process_group(self) -> Any:
-        """The caller's group.
-
-        Raises:
-            TransportError: It is gone.
-        """
-        process_group = self._process_group()
-        if process_group is None:
-            raise TransportError("gradpack: group: found a destroyed group, wanted a living one")
-        return process_group
 
     @contextmanager
     def entered(self, operation: str) -> Iterator[None]:
@@ -102,13 +93,19 @@ class GroupState:
             )
 
     def break_(self, cause: BaseException) -> None:
-        """From now on every call raises ``cause``: it left collectives behind that no later call may meet.
+        """From now on every call raises ``cause``, which left collectives behind that no later call may meet; others are told.
 
         Only its text is kept: its traceback would keep everything alive that the call held.
         """
-        self._broken = self._broken or f"{type(cause).__name__}: {cause}"
+        if self._broken is not None:
+            return
+        self._broken = f"{type(cause).__name__}: {cause}"
+        if self.peers is not None:
+            self.peers.give_up(cause)
+        if self.peers is None or not self.peers.met:
+            self.ranks.abandon(cause)
 
-    def resource(self, name: str, make: Callable[[], _Resource]) -> _Resource:
+    def resource(self, name: str, make: Callable[[], _Made]) -> _Made:
         """The resource of that name, made at first use and closed with the group."""
         if name not in self._resources:
             self._resources[name] = make()
@@ -175,25 +172,44 @@ class GroupState:
         resources, self._resources = self._resources, {}
         for resource in resources.values():
             resource.close()
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.close()
+        self.ranks.renew()
         self.packers.clear()
         self._broken = None
 
 
-_states: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()
+class _ByIdentity(Generic[_Value]):
+    """A mapping whose keys are known by a weak reference and compared by identity: communicators cannot be hashed."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Any], _Value]] = {}
+
+    def get(self, key: Any) -> _Value | None:
+        found = self._found.get(id(key))
+        return found[1] if found is not None and found[0]() is key else None
+
+    def set(self, key: Any, value: _Value) -> None:
+        found, number = self._found, id(key)
+        reference = weakref.ref(key, lambda gone: found.pop(number, None))
+        found[number] = reference, value
+
+    def keys(self) -> list[Any]:
+        return [key for key in (reference() for reference, _ in list(self._found.values())) if key is not None]
+
+    def values(self) -> list[_Value]:
+        return [value for _, value in list(self._found.values())]
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+_states: _ByIdentity[GroupState] = _ByIdentity()
 _owing: set[GroupState] = set()
 """States with background calls that run, or failed and nobody knows: these outlive their groups."""
 
-_parents_groups: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _torch_distributed(operation: str) -> Any:
-    try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise BuildError(f"{operation}: group: torch is not installed, wanted it: pip install 'gradpack[torch]'") from error
-    if not dist.is_available():
-        raise BuildError(f"{operation}: group: found a torch built without distributed, wanted one with it")
-    return dist
+_parents_groups: _ByIdentity[bool] = _ByIdentity()
 
 
 def resolve(operation: str, group: Any) -> GroupState:
@@ -201,31 +217,21 @@ def resolve(operation: str, group: Any) -> GroupState:
 
     Args:
         operation: Name of the call, for messages.
-        group: A torch process group, or None for the default one.
+        group: A torch process group, an mpi4py communicator, an object with rank, size and allgather, or None for torch's default
+            process group.
 
     Raises:
         TransportError: There is no process group, it was destroyed, this rank is no member, or it belongs to a parent process.
-        TypeError: ``group`` is no process group.
+        TypeError: ``group`` is of no kind that gradpack knows.
         BuildError: torch is not installed.
     """
-    dist = _torch_distributed(operation)
-    if group is None:
-        if not dist.is_initialized():
-            raise TransportError(
-                f"{operation}: group: found no process group, wanted one: call torch.distributed.init_process_group()"
-            )
-        group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise TransportError(f"{operation}: group: found a group without this rank, wanted one that it is a member of")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{operation}: group: found {type(group).__name__}, wanted a torch.distributed process group or None")
-    if group in _parents_groups:
+    found = ranks.find(operation, group)
+    if _parents_groups.get(found):
         raise TransportError(f"{operation}: group: found a group of the parent process in a forked child, wanted one made here")
-    if group not in dist.distributed_c10d._world.pg_map:
-        raise TransportError(f"{operation}: group: found a destroyed group, wanted a living one")
-    state = _states.get(group)
+    state = _states.get(found)
     if state is None:
-        state = _states[group] = GroupState(group)
+        state = GroupState(ranks.of(operation, found))
+        _states.set(found, state)
     return state
 
 
@@ -255,7 +261,7 @@ def close(group: Any = None) -> None:
     broken by an earlier failure works again; then every rank must close.
 
     Args:
-        group: A torch process group, or None for the default one.
+        group: As for ``allreduce``.
 
     Raises:
         TransportError: There is no such group, or another thread is inside a call on it.
@@ -270,88 +276,9 @@ def close(group: Any = None) -> None:
         state.raise_unreported()
 
 
-def _default_timeout(process_group: Any) -> float:
-    """Seconds that the caller's group itself waits for its peers."""
-    import torch
-
-    try:
-        timeout = process_group._get_backend(torch.device("cpu")).options._timeout
-    except (RuntimeError, AttributeError):
-        # A group without a CPU backend, or a backend that keeps no options: torch's own default stands in.
-        timeout = torch.distributed.constants.default_pg_timeout
-    return float(timeout.total_seconds())
-
-
-def duplicate(process_group: Any, timeout: float) -> Any:
-    """A group of the same ranks that nobody else uses. Every rank of the group must call it.
-
-    Collectives that two libraries start on one group in different orders on different ranks give silently wrong sums; on a group
-    of its own gradpack's order is the only one.
-
-    Args:
-        process_group: The caller's group.
-        timeout: Seconds to wait for the other ranks.
-    """
-    import torch.distributed as dist
-
-    try:
-        import torch
-
-        backend = process_group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:
-        backend = "gloo"  # a group for other devices only; gloo needs nothing but the store
-    if backend != "gloo":
-        ranks = dist.get_process_group_ranks(process_group)
-        return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend=backend)
-    store: Any = dist.distributed_c10d._get_process_group_store(process_group)
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    prefix = f"gradpack/{process_group.group_name}"
-    # A connection waits for one thing at a time: two groups that meet in crossed order on one would never meet. Not every store,
-    # nor every torch, can make another.
-    with suppress(AttributeError, RuntimeError):
-        store = store.clone()
-    # Each rank counts its duplicates in the store, which may outlive the group (an elastic agent's does), so that none reads the
-    # addresses that an earlier one left behind. A rank that has met fewer, since another gave up before it came, catches up.
-    counted = [f"{prefix}/duplicates of rank {peer}" for peer in range(size)]
-    own = store.add(counted[rank], 1)
-    number = max(own, *(store.add(key, 0) for key in counted))
-    if number > own:
-        store.add(counted[rank], number - own)
-    meeting = dist.distributed_c10d.PrefixStore(f"{prefix}/duplicate {number}", store)
-    with _subnormals_kept():
-        return dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=timeout))
-
-
-@contextmanager
-def _subnormals_kept() -> Iterator[None]:
-    """Undoes ``torch.set_flush_denormal(True)`` for a while: threads that are started inherit the mode, and gloo's sum."""
-    import torch
-
-    smallest = float("5e-324")
-    flushed = smallest == 0.0 or smallest * 1.0 == 0.0
-    if flushed:
-        torch.set_flush_denormal(False)
-    try:
-        yield
-    finally:
-        if flushed:
-            torch.set_flush_denormal(True)
-
-
-def release(duplicated: Any) -> None:
-    """Ends what ``duplicate`` made."""
-    import torch.distributed as dist
-
-    # A duplicate of gloo is ours alone and ends with its last reference; torch keeps a list of the others.
-    if isinstance(duplicated, dist.ProcessGroup) and duplicated in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(duplicated)
-
-
 def _in_forked_child() -> None:
-    torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if torch_c10d is not None:
-        for process_group in torch_c10d._world.pg_map:
-            _parents_groups.add(process_group)
+    for group in [*ranks.torch_groups(), *_states.keys()]:
+        _parents_groups.set(group, True)
     for state in {*_states.values(), *_owing}:
         # Never freed here: gloo's destructor joins threads that stayed in the parent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))

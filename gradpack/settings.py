@@ -51,6 +51,16 @@ def _slot_bytes(text: str) -> int:
     return size
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 86400:
+        raise ValueError("wanted seconds from 0.1 to 86400")
+    return seconds
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -67,6 +77,9 @@ SETTINGS: dict[str, Setting] = {
         "the one protocol to read arrays by; auto takes the fastest that each array offers",
     ),
     "GRADPACK_FULL_PATH": Setting("0", _flag, "1: a world of one rank packs, reduces and unpacks too (tests, timing)"),
+    "GRADPACK_HOST_TIMEOUT": Setting(
+        "1.5", _seconds, "seconds after which another host that acknowledges nothing counts as gone"
+    ),
     "GRADPACK_NUM_THREADS": Setting("0", _threads, "threads that pack; 0 follows torch.get_num_threads()"),
     "GRADPACK_SIMD": Setting(
         "", _one_of("", "avx512", "avx2", "scalar"), "instruction set of the CPU kernels; empty: the best there is"

@@ -1,7 +1,8 @@
 """For tests of gradpack and of programs that use it: ranks as processes, exact data, reports that say where arrays differ.
 
 Ranks are forked from a server that has imported torch and gradpack and started no thread, so a rank costs milliseconds; they
-meet in a process group over loopback. A test that hangs is ended at its deadline, with the processes it started.
+meet in a process group over loopback, or over pipes where there is no torch. A test that hangs is ended at its deadline, with the
+processes it started.
 """
 
 from __future__ import annotations
@@ -12,14 +13,27 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-__all__ = ["Outcome", "RanksFailed", "assert_same", "every_rank_raises", "exact_values", "run_ranks", "try_ranks"]
+__all__ = [
+    "LocalGroup",
+    "Outcome",
+    "RanksFailed",
+    "assert_same",
+    "every_rank_raises",
+    "exact_values",
+    "local_group",
+    "run_ranks",
+    "try_ranks",
+]
 
 
 class RanksFailed(AssertionError):
@@ -43,6 +57,84 @@ class Outcome:
     exitcode: int | None = None
 
 
+class LocalGroup:
+    """Ranks of one host that are connected by pipes: a group for ``group=`` that needs no torch.
+
+    Args:
+        rank: This rank.
+        pipes: A connection to each other rank; None in the place of this one.
+
+    Example:
+        >>> group = gradpack.testing.local_group()  # doctest: +SKIP
+        >>> gradpack.allreduce([numpy_array], group=group)  # doctest: +SKIP
+    """
+
+    def __init__(self, rank: int, pipes: Sequence[Connection | None]) -> None:
+        self.rank = rank
+        self.size = len(pipes)
+        self._pipes = pipes
+
+    def allgather(self, data: bytes, timeout: float) -> list[bytes]:
+        """Collects bytes of every rank, in rank order.
+
+        Raises:
+            TimeoutError: Some rank did not come within ``timeout`` seconds.
+            ConnectionError: The process of another rank is gone.
+        """
+        return self.alltoall([data] * self.size, timeout)
+
+    def alltoall(self, parts: Sequence[bytes], timeout: float) -> list[bytes]:
+        """Sends ``parts[r]`` to each rank r and returns what each sent here; raises as ``allgather`` does."""
+        end = time.monotonic() + timeout
+        found = list(parts)
+        for turn in range(self.size):
+            peer = (turn - self.rank) % self.size
+            pipe = self._pipes[peer]
+            if pipe is None:
+                continue
+            # A pipe holds little, so nobody writes before the other side reads.
+            if self.rank > peer:
+                pipe.send_bytes(b"ready")
+                found[peer] = self._receive(pipe, peer, end)
+            else:
+                self._receive(pipe, peer, end)
+            pipe.send_bytes(parts[peer])
+            if self.rank < peer:
+                found[peer] = self._receive(pipe, peer, end)
+        return found
+
+    def _receive(self, pipe: Connection, peer: int, end: float) -> bytes:
+        if not pipe.poll(max(0.0, end - time.monotonic())):
+            raise TimeoutError(f"rank {peer} did not come")
+        try:
+            return pipe.recv_bytes()
+        except EOFError as error:
+            raise ConnectionError(f"rank {peer} is gone") from error
+
+
+_local_group: LocalGroup | None = None
+
+
+def local_group() -> LocalGroup:
+    """The group of a rank that ``run_ranks`` or ``try_ranks`` started with ``backend=None``.
+
+    Raises:
+        RuntimeError: This process is no such rank.
+    """
+    if _local_group is None:
+        raise RuntimeError("local_group: found no group, wanted a rank started with backend=None")
+    return _local_group
+
+
+def _connect(context: ForkServerContext, world: int) -> list[list[Connection | None]]:
+    """A pipe between each two ranks: for each rank its ends, None in the place of itself."""
+    ends: list[list[Connection | None]] = [[None] * world for _ in range(world)]
+    for first in range(world):
+        for second in range(first):
+            ends[first][second], ends[second][first] = context.Pipe(duplex=True)
+    return ends
+
+
 _server: ForkServerContext | None = None
 
 
@@ -62,34 +154,51 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
-def _rank_main(
-    rank: int,
-    world: int,
-    port: int,
-    timeout: float,
-    backend: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    out: Connection,
-) -> None:
+@contextmanager
+def _process_group(rank: int, world: int, port: int, timeout: float, backend: str) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _pipe_group(rank: int, pipes: Sequence[Connection | None]) -> Iterator[None]:
+    global _local_group
+    _local_group = LocalGroup(rank, pipes)
+    yield
+    _local_group = None
+
+
+def _rank_main(
+    rank: int,
+    world: int,
+    make_group: Callable[[], AbstractContextManager[None]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    out: Connection,
+) -> None:
     try:
-        limit = timedelta(seconds=timeout)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        out.send(Outcome(value=function(rank, world, *args)))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with make_group():
+            out.send(Outcome(value=function(rank, world, *args)))
     except BaseException as error:
         out.send(Outcome(error=_portable(error), text=traceback.format_exc()))
 
 
 def try_ranks(
-    function: Callable[..., Any], world: int, *args: Any, deadline: float = 60.0, timeout: float = 30.0, backend: str = "gloo"
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    deadline: float = 60.0,
+    timeout: float = 30.0,
+    backend: str | None = "gloo",
 ) -> list[Outcome]:
     """Runs ``function(rank, world, *args)`` on every rank and says how each ended; raises nothing of theirs.
 
@@ -99,20 +208,25 @@ def try_ranks(
         *args: What else it gets; anything that pickles.
         deadline: Seconds after which the ranks that are left are killed.
         timeout: Seconds of the process group's own timeout.
-        backend: Of the process group.
+        backend: Of the process group; None for no process group but a ``local_group``, which needs no torch.
 
     Returns:
         One ``Outcome`` for each rank.
     """
-    import torch.distributed as dist
-
     context = _context()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    groups: list[Callable[[], AbstractContextManager[None]]]
+    links: list[list[Connection | None]] = []
+    if backend is None:
+        links = _connect(context, world)
+        groups = [partial(_pipe_group, rank, links[rank]) for rank in range(world)]
+    else:
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        groups = [partial(_process_group, rank, world, store.port, timeout, backend) for rank in range(world)]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        context.Process(
-            target=_rank_main, args=(rank, world, store.port, timeout, backend, function, args, pipes[rank][1]), daemon=True
-        )
+        context.Process(target=_rank_main, args=(rank, world, groups[rank], function, args, pipes[rank][1]), daemon=True)
         for rank in range(world)
     ]
     outcomes: list[Outcome | None] = [None] * world
@@ -121,6 +235,8 @@ def try_ranks(
         for process, (_, child_end) in zip(processes, pipes, strict=True):
             process.start()
             child_end.close()
+        for link in filter(None, chain.from_iterable(links)):
+            link.close()
         ranks = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
         while ranks and time.monotonic() < end:
             for pipe in wait(list(ranks), timeout=max(0.0, end - time.monotonic())):

@@ -289,7 +289,7 @@ def test_explain_names_transport_and_reason() -> None:
     for text in run_ranks(explains, 2):
         assert "pack 1: 50,000 elements, float32, 200,000 bytes" in text
         assert "transport: process_group: the only one" in text
-        assert "all-reduce, sharded" in text
+        assert "2 slices, 2 of them direct and 0 sharded" in text
     assert "nothing travels" in run_ranks(explains, 1)[0]
 
 

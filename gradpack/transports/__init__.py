@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
-from gradpack.groups import GroupState
-from gradpack.transports.base import Transport
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["select"]
+from gradpack import settings
+from gradpack.errors import TransportError
+from gradpack.groups import GroupState
+from gradpack.peers import Peers
+from gradpack.ranks import MPIRanks, ObjectRanks, TorchRanks
+from gradpack.transports.base import Transport
+from gradpack.transports.collectives import Collectives
+from gradpack.transports.staged import StagedTransport, Staging
+
+__all__ = ["alone", "refusals", "select"]
+
+
+def alone(state: GroupState) -> bool:
+    """Whether there is nobody to talk to."""
+    return state.size == 1 and not settings.get("GRADPACK_FULL_PATH")
+
+
+@contextmanager
+def refusals(operation: str, state: GroupState) -> Iterator[None]:
+    """What is raised inside is this rank's refusal of its own arguments: it reaches the other ranks before it is raised."""
+    try:
+        yield
+    except Exception as refusal:
+        if not alone(state):
+            state.drain()
+            try:
+                select(operation, state, "auto").refuse(operation, refusal, None)
+            except Exception as error:
+                # The caller's own mistake is what must be seen; that the others could not be told is its context.
+                raise refusal from error
+        raise
+    except BaseException as interruption:
+        # The other ranks may be in this call already: a later one of ours must not meet theirs.
+        state.break_(interruption)
+        raise
 
 
 def select(operation: str, state: GroupState, requested: str, timeout: float | None = None) -> Transport:
@@ -18,9 +53,40 @@ def select(operation: str, state: GroupState, requested: str, timeout: float | N
         timeout: Seconds to wait for the other ranks where they have to meet first; None for the group's own.
 
     Raises:
-        TransportTimeout: They did not.
-        TransportError: They cannot.
+        TransportTimeout: They did not come.
+        TransportError: They cannot meet.
     """
-    from gradpack.transports.process_group import ProcessGroupTransport
+    return state.resource(StagedTransport.name, lambda: _meet(operation, state, timeout))
 
-    return state.resource(ProcessGroupTransport.name, lambda: ProcessGroupTransport(operation, state, timeout))
+
+def _meet(operation: str, state: GroupState, timeout: float | None) -> StagedTransport:
+    """Makes the staged transport of a group. Every rank of the group must come."""
+    deadline = time.monotonic() + (state.timeout if timeout is None else timeout)
+    try:
+        peers = state.peers = Peers(state.rank, state.size)
+        peers.meet(state.ranks.allgather, deadline)
+        staging = Staging(state.size)
+        return StagedTransport(state, peers, staging, _collectives(state, peers, staging, deadline))
+    except TransportError as error:
+        named = type(error)(f"{operation}: first call on this group: {error}")
+        state.break_(named)
+        raise named from error.__cause__
+    except BaseException as error:
+        state.break_(error)
+        raise
+
+
+def _collectives(state: GroupState, peers: Peers, staging: Staging, deadline: float) -> Collectives:
+    ranks = state.ranks
+    if isinstance(ranks, TorchRanks):
+        from gradpack.transports import process_group
+
+        return process_group.ProcessGroupCollectives(process_group.duplicate(ranks, peers, deadline), peers, staging.buffer)
+    if isinstance(ranks, MPIRanks):
+        from gradpack.transports.mpi import MPICollectives
+
+        return MPICollectives(ranks.duplicate(deadline), peers, staging.buffer)
+    assert isinstance(ranks, ObjectRanks)
+    from gradpack.transports.byte_group import ByteGroupCollectives
+
+    return ByteGroupCollectives(ranks, peers, staging.buffer)

@@ -62,6 +62,15 @@ class Transport(ABC):
         """Takes part in the agreement with ``reason`` in place of a call, so that the other ranks raise instead of waiting."""
 
     @abstractmethod
+    def gather(self, operation: str, data: bytes, timeout: float | None) -> list[bytes]:
+        """Collects bytes of every rank, in rank order; where they are empty it is a barrier.
+
+        Raises:
+            LayoutMismatch: Another rank makes another call.
+            TransportError: As for ``run``.
+        """
+
+    @abstractmethod
     def explain(self, packer: Packer) -> list[str]:
         """Lines that say how the packs of ``packer`` would travel."""
 

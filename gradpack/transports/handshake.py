@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,18 @@ from gradpack.errors import LayoutMismatch
 from gradpack.layout import digest
 from gradpack.options import Options
 from gradpack.packer import Packer
+from gradpack.peers import ranks_text
 
-__all__ = ["HEADER_BYTES", "PRESENCE_GRADIENTS", "Details", "Header", "check_details", "fingerprint_of", "missing_on_some"]
+__all__ = [
+    "HEADER_BYTES",
+    "PRESENCE_GRADIENTS",
+    "Details",
+    "Header",
+    "check_details",
+    "fingerprint_of",
+    "fingerprint_of_gather",
+    "missing_on_some",
+]
 
 PROTOCOL = 1
 """Raised whenever the sequence or the shape of collectives changes."""
@@ -83,6 +93,11 @@ def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options
     return found
 
 
+def fingerprint_of_gather(operation: str, world: int) -> bytes:
+    """16 bytes that are equal where all ranks meet in a call that moves no arrays."""
+    return digest([PROTOCOL, operation, world])
+
+
 @dataclass(frozen=True)
 class Details:
     """What one rank says when headers differ: everything that a message or a decision needs.
@@ -111,6 +126,11 @@ class Details:
         return Details(f"{type(reason).__name__}{text}", {}, [], [], "")
 
     @staticmethod
+    def of_gather(operation: str) -> Details:
+        """The details of a rank in a call that moves no arrays."""
+        return Details(None, {"kind of call": operation}, [], [], "")
+
+    @staticmethod
     def of_call(kind: str, root: int | None, packer: Packer, options: Options, slot_bytes: int, present: bytes) -> Details:
         """The details of a rank that wants to go on."""
         settings = {"kind of call": kind, "root": root, "op": options.op, "compress": options.compress}
@@ -127,12 +147,6 @@ class Details:
     def decode(data: bytes) -> Details:
         """Undoes ``encode``."""
         return Details(*json.loads(data))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 2`` or ``ranks 1, 3``."""
-    listed = sorted(ranks)
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
 def _differing(values: Sequence[Any], rank: int) -> str | None:

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradpack import groups
-from gradpack.errors import PeerLost, TransportError, TransportTimeout
-from gradpack.groups import GroupState
-from gradpack.transports.staged import StagedTransport
+from gradpack import _C
+from gradpack.errors import TransportError, TransportTimeout
+from gradpack.peers import LOOK_SECONDS, Peers
+from gradpack.ranks import TorchRanks
+from gradpack.transports.collectives import Collectives
 
-__all__ = ["ProcessGroupTransport"]
+__all__ = ["ProcessGroupCollectives", "duplicate"]
 
-_GLOO_DTYPES: dict[str, torch.dtype] = {
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    # Sums wrap, so the bits of an unsigned sum are those of the signed one.
-    "uint32": torch.int32,
-    "uint64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-"""What gloo sums. It also sums 16-bit floats, but in 16 bits, where a finite mean can overflow: those go the sharded way."""
+_LOOK = timedelta(seconds=LOOK_SECONDS)
 
-_LOOK = timedelta(milliseconds=100)
-"""Waits are slices of this length, so that the main thread looks at signals in between."""
-
+_DUPLICATE_SECONDS = 30.0
+"""How long the backend may take to connect ranks that are all there. Where one dies just then, its thread lives on so long."""
 
 _GRACE = timedelta(seconds=1)
 """The backend gives up so much later than we do: our message says more, and no operation outlives its call for long."""
@@ -44,98 +34,153 @@ def _timed_out(error: RuntimeError) -> bool:
 
 
 class _Waiting:
-    """A torch Work whose waits have a deadline."""
+    """A torch Work whose waits have a deadline and end when another rank is lost."""
 
-    def __init__(self, work: Any, what: str, size: int) -> None:
+    def __init__(self, work: Any, what: str, peers: Peers) -> None:
         self._work = work
         self._what = what
-        self._late = f"{what}: found the deadline passed, wanted all {size} ranks to arrive before it"
+        self._peers = peers
 
     def wait(self, deadline: float) -> None:
         while True:
             left = deadline - time.monotonic()
             if left <= 0 and not self._work.is_completed():
-                raise TransportTimeout(self._late)
+                raise self._peers.late()
             try:
                 self._work.wait(min(_LOOK, timedelta(seconds=max(left, 0.001))))
                 return
             except RuntimeError:
                 if not self._work.is_completed():
+                    self._peers.check()
                     continue
             # It may have completed after that wait gave up, so what the wait raised says nothing: the work itself is asked.
             try:
                 self._work.wait()
                 return
             except RuntimeError as error:
-                if _timed_out(error):
-                    raise TransportTimeout(self._late) from error
-                raise PeerLost(f"{self._what}: found the connection to another rank broken, wanted it alive") from error
+                raise (self._peers.late() if _timed_out(error) else self._peers.broken(self._what)) from error
 
 
-class ProcessGroupTransport(StagedTransport):
-    """Staged packs over a duplicate of the caller's process group."""
+class ProcessGroupCollectives(Collectives):
+    """The collectives of a torch process group that nobody else uses.
 
-    name = "process_group"
+    Args:
+        group: The group.
+        peers: What is known of its ranks.
+        buffer: The memory that offsets count in.
+    """
 
-    def __init__(self, operation: str, state: GroupState, timeout: float | None) -> None:
-        super().__init__(state)
-        seconds = state.timeout if timeout is None else timeout
-        try:
-            self._group: Any = groups.duplicate(state.process_group, seconds)
-        except RuntimeError as error:
-            failed = TransportError(f"{operation}: group: found that it cannot be duplicated ({error}), wanted a duplicate")
-            if _timed_out(error):
-                failed = TransportTimeout(
-                    f"{operation}: group: found the deadline of {seconds:g} s passed as the group was duplicated, "
-                    f"wanted all {state.size} ranks to arrive before it"
-                )
-            state.break_(failed)
-            raise failed from error
-        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+    shards = True
+    replicates = True
 
-    def sums(self, dtype: str) -> bool:
-        """See ``StagedTransport.sums``."""
-        return dtype in _GLOO_DTYPES
+    def __init__(self, group: Any, peers: Peers, buffer: _C.Buffer) -> None:
+        self.buffer = buffer
+        self._group = group
+        self._peers = peers
+        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _part(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._bytes[offset : offset + nbytes]
 
     def _started(self, what: str, start: Callable[..., Any], *arguments: Any, options: Any, deadline: float) -> _Waiting:
         options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
-        return _Waiting(start(*arguments, options), what, self._state.size)
+        return _Waiting(start(*arguments, options), what, self._peers)
 
-    def start_all_reduce(self, offset: int, count: int, dtype: str, deadline: float) -> _Waiting:
-        """See ``StagedTransport.start_all_reduce``."""
-        kind = _GLOO_DTYPES[dtype]
-        pack = self._part(offset, count * kind.itemsize).view(kind)
-        options = dist.AllreduceOptions()
-        return self._started("all-reduce", self._group.allreduce, [pack], options=options, deadline=deadline)
+    def _exchange(self, what: str, source: int, sent: list[int], target: int, received: list[int], deadline: float) -> _Waiting:
+        # By all-to-all even where all ranks send the same bytes to everyone: gloo's all-gather and all-reduce take twice as long
+        # for small messages and are no faster for large ones (benchmarks/bench_ways.py).
+        outputs, inputs = self._part(target, sum(received)), self._part(source, sum(sent))
+        options, start = dist.AllToAllOptions(), self._group.alltoall_base
+        return self._started(what, start, outputs, inputs, received, sent, options=options, deadline=deadline)
 
-    def start_all_gather(self, offset: int, nbytes: int, target: int, deadline: float) -> _Waiting:
-        """See ``StagedTransport.start_all_gather``."""
-        everyone, mine = self._part(target, nbytes * self._state.size), self._part(offset, nbytes)
-        options = dist.distributed_c10d.AllgatherOptions()
-        return self._started("all-gather", self._group._allgather_base, everyone, mine, options=options, deadline=deadline)
+    def start_gather(self, own: int, sizes: Sequence[int], target: int, scratch: int, deadline: float) -> _Waiting:
+        """See ``Collectives.start_gather``."""
+        size, rank = self._peers.size, self._peers.rank
+        nbytes = sizes[rank]
+        if size > 2:
+            memory = memoryview(self.buffer)
+            for copy in range(size - 1):
+                memory[scratch + copy * nbytes : scratch + (copy + 1) * nbytes] = memory[own : own + nbytes]
+            own = scratch
+        sent = [0 if peer == rank else nbytes for peer in range(size)]
+        received = [0 if peer == rank else sizes[peer] for peer in range(size)]
+        return self._exchange("gather", own, sent, target, received, deadline)
 
-    def start_all_to_all(self, offset: int, nbytes: int, target: int, deadline: float) -> _Waiting:
-        """See ``StagedTransport.start_all_to_all``."""
-        size = nbytes * self._state.size
-        received, sent = self._part(target, size), self._part(offset, size)
-        even: list[int] = []
-        options = dist.AllToAllOptions()
-        start = self._group.alltoall_base
-        return self._started("all-to-all", start, received, sent, even, even, options=options, deadline=deadline)
+    def start_all_to_all(self, source: int, sizes: Sequence[int], target: int, deadline: float) -> _Waiting:
+        """See ``Collectives.start_all_to_all``."""
+        size, rank = self._peers.size, self._peers.rank
+        sent = [0 if peer == rank else sizes[peer] for peer in range(size)]
+        received = [0 if peer == rank else sizes[rank] for peer in range(size)]
+        return self._exchange("all-to-all", source, sent, target, received, deadline)
 
     def start_broadcast(self, offset: int, nbytes: int, root: int, deadline: float) -> _Waiting:
-        """See ``StagedTransport.start_broadcast``."""
+        """See ``Collectives.start_broadcast``."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         part = self._part(offset, nbytes)
         return self._started("broadcast", self._group.broadcast, [part], options=options, deadline=deadline)
 
+    def explain(self) -> str:
+        """See ``Collectives.explain``."""
+        return f"a duplicate of the process group ({self._group.name()})"
+
     def close(self) -> None:
-        """See ``Transport.close``."""
-        super().close()
+        """See ``Collectives.close``."""
+        self.buffer = _C.Buffer(0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         duplicated, self._group = self._group, None
-        groups.release(duplicated)
+        # A duplicate of gloo is ours alone and ends with its last reference; torch keeps a list of the others.
+        if isinstance(duplicated, dist.ProcessGroup) and duplicated in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(duplicated)
+
+
+def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
+    """A group of the same ranks that nobody else uses. Every rank of the group must call it.
+
+    Collectives that two libraries start on one group in different orders on different ranks give silently wrong sums; on a group
+    of its own gradpack's order is the only one.
+
+    Args:
+        ranks: The ranks of the caller's group.
+        peers: What is known of them: all have come, so this takes long only where one is lost.
+        deadline: When to give up.
+
+    Raises:
+        TransportTimeout: The deadline passed.
+        PeerLost: The process of another rank is gone.
+        TransportError: torch cannot make the group.
+    """
+    process_group = ranks.process_group
+    try:
+        backend = process_group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        backend = "gloo"  # a group for other devices only; gloo needs nothing but the store
+    timeout = timedelta(seconds=min(max(0.0, deadline - time.monotonic()), _DUPLICATE_SECONDS)) + _GRACE
+    made: list[Any] = []
+    failed: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            if backend == "gloo":
+                made.append(dist.ProcessGroupGloo(ranks.store(), ranks.rank, ranks.size, timeout))
+            else:
+                members = dist.get_process_group_ranks(process_group)
+                made.append(dist.new_group(members, timeout=timeout, backend=backend))
+        except BaseException as error:
+            failed.append(error)
+
+    # In a thread, since it blocks for as long as the deadline where a rank is lost just now.
+    thread = threading.Thread(target=make, name="gradpack duplicate")
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_SECONDS)
+        if thread.is_alive():
+            peers.check()
+            if time.monotonic() > deadline:
+                raise peers.late()
+    if failed:
+        error = failed[0]
+        if isinstance(error, RuntimeError) and _timed_out(error):
+            raise TransportTimeout(f"found the deadline passed as the group was duplicated ({error})") from error
+        raise TransportError(f"found that the group cannot be duplicated ({error}), wanted a duplicate") from error
+    return made[0]

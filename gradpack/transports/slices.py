@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gradpack.layout import Layout
 
-__all__ = ["LINE_BYTES", "MERGE_BYTES", "Slice", "payload_slices", "round_up", "wire_slices"]
+__all__ = ["LINE_BYTES", "MERGE_BYTES", "Slice", "payload_room", "payload_slices", "round_up", "wire_slices"]
 
 LINE_BYTES = 64
 """Bytes of a cache line, to multiples of which payloads and shards are laid out."""
@@ -40,6 +40,11 @@ class Slice:
         return self.end - self.begin
 
 
+def payload_room(layout: Layout) -> int:
+    """Bytes that the payload of an opening needs to hold all packs."""
+    return sum(round_up(group.numel * group.wire_itemsize, LINE_BYTES) for group in layout.groups)
+
+
 def payload_slices(layout: Layout, payload_bytes: int) -> list[Slice]:
     """The head of the streams, as much as fits into the payload of an opening."""
     slices, at = [], 0
@@ -51,18 +56,18 @@ def payload_slices(layout: Layout, payload_bytes: int) -> list[Slice]:
     return slices
 
 
-def wire_slices(layout: Layout, payload: Sequence[Slice], limits: Sequence[int]) -> list[Slice]:
+def wire_slices(layout: Layout, payload: Sequence[Slice], limit: int) -> list[Slice]:
     """Cuts what the payload left over: small neighbouring packs together, big ones in near-equal parts.
 
     Args:
         layout: The packs.
         payload: What has travelled already.
-        limits: The most bytes of a slice of each stream.
+        limit: The most bytes of a slice.
     """
     sent = {part.stream: part.end for part in payload}
     slices: list[Slice] = []
     for stream, group in enumerate(layout.groups):
-        most = max(1, limits[stream] // group.wire_itemsize)
+        most = max(1, limit // group.wire_itemsize)
         small = MERGE_BYTES // group.wire_itemsize
         begin = sent.get(stream, 0)
         for cut in group.cuts[1:]:

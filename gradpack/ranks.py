@@ -1,0 +1,405 @@
+"""Groups as gradpack sees them: a rank, a size, and a way for all ranks to exchange a few bytes before anything else exists.
+
+A group is a ``torch.distributed`` process group, an mpi4py communicator, or any object with ``rank``, ``size`` and
+``allgather(data, timeout=seconds)``. This is where their kinds differ; everything above asks for no more than ``Ranks`` offers.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any
+
+from gradpack.errors import BuildError, PeerLost, TransportError, TransportTimeout
+from gradpack.options import MAX_SECONDS
+from gradpack.peers import LOOK_SECONDS, ranks_text
+
+__all__ = ["MPIRanks", "ObjectRanks", "Ranks", "TorchRanks", "find", "of"]
+
+DEFAULT_SECONDS = 1800.0
+"""How long a group without a timeout of its own waits for its ranks: as long as torch's process groups do by default."""
+
+_POLL_SECONDS = 0.02
+
+
+class Ranks(ABC):
+    """The ranks of one group.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        timeout: Seconds that the group waits for its ranks unless a call says otherwise.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+
+    @abstractmethod
+    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+        """Collects a few bytes of every rank, in rank order, until ``time.monotonic()`` passes ``deadline``.
+
+        Raises:
+            TransportTimeout: The deadline passed; the message names the ranks that did not come, if the group can tell.
+            TransportError: The ranks cannot be reached, or one gave up.
+        """
+
+    @abstractmethod
+    def abandon(self, cause: BaseException) -> None:
+        """Tells the ranks that may be waiting in ``allgather``, now or later, that this one gave up before they met.
+
+        Does nothing where only a collective could tell.
+        """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """From now on ``allgather`` is of a new meeting, which knows nothing of those before it."""
+
+
+class TorchRanks(Ranks):
+    """The ranks of a torch process group, which meet in the group's store.
+
+    The store may outlive the group (an elastic agent's does), so meetings are numbered: each rank counts its own in the store,
+    and one that has met fewer times than another, since that gave up before it came, catches up.
+
+    Args:
+        process_group: The group; only a weak reference is kept.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        import torch.distributed as dist
+
+        self._process_group = weakref.ref(process_group)
+        self._name = process_group.group_name
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self.timeout = _torch_timeout(process_group)
+        self._meeting: Any = None
+        self._prefix = ""
+        self._exchanges = 0
+
+    @property
+    def process_group(self) -> Any:
+        """The caller's group.
+
+        Raises:
+            TransportError: It is gone.
+        """
+        process_group = self._process_group()
+        if process_group is None:
+            raise TransportError("gradpack: group: found a destroyed group, wanted a living one")
+        return process_group
+
+    def store(self) -> Any:
+        """A store that only the ranks of this meeting use, over a connection of its own.
+
+        A connection waits for one thing at a time: two that meet in crossed order on one would never meet.
+        """
+        import torch.distributed as dist
+
+        store: Any = dist.distributed_c10d._get_process_group_store(self.process_group)
+        if store is None:
+            raise TransportError("gradpack: group: found a process group without a store, wanted one to meet in")
+        # Not every store, nor every torch, can make another.
+        with suppress(AttributeError, RuntimeError):
+            store = store.clone()
+        if not self._prefix:
+            counted = [f"gradpack/{self._name}/meetings of rank {peer}" for peer in range(self.size)]
+            own = store.add(counted[self.rank], 1)
+            number = max(own, *(store.add(key, 0) for key in counted))
+            if number > own:
+                store.add(counted[self.rank], number - own)
+            self._prefix = f"gradpack/{self._name}/meeting {number}"
+        return dist.distributed_c10d.PrefixStore(self._prefix, store)
+
+    def _met(self) -> Any:
+        if self._meeting is None:
+            self._meeting = self.store()
+            self._exchanges = 0
+        return self._meeting
+
+    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+        """See ``Ranks.allgather``."""
+        try:
+            return self._allgather(data, deadline)
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise PeerLost(
+                f"found the store of the group broken ({error}), wanted it alive with the rank that holds it"
+            ) from error
+
+    def _allgather(self, data: bytes, deadline: float) -> list[bytes]:
+        store = self._met()
+        self._exchanges += 1
+        keys = [f"exchange {self._exchanges} of rank {peer}" for peer in range(self.size)]
+        store.set(keys[self.rank], data)
+        pause = 0.0005
+        for key in keys:
+            while not store.check([key]):
+                self._raise_abandoned(store)
+                if time.monotonic() > deadline:
+                    absent = [peer for peer, key in enumerate(keys) if not store.check([key])]
+                    raise TransportTimeout(
+                        f"found {ranks_text(absent)} absent at the deadline, wanted all {self.size} ranks here before it"
+                    )
+                # Not store.wait: that writes a warning to the terminal each time it looks in vain.
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS)
+        # Cards of those that gave up before this rank came are there too.
+        self._raise_abandoned(store)
+        return [bytes(store.get(key)) for key in keys]
+
+    def _raise_abandoned(self, store: Any) -> None:
+        if store.check(["abandoned"]):
+            rank, name, text = bytes(store.get("abandoned")).decode(errors="replace").split("\n", 2)
+            if name == "KeyboardInterrupt":
+                raise TransportError(f"found that rank {rank} was interrupted, wanted it in this call")
+            kind = TransportTimeout if name == "TransportTimeout" else TransportError
+            raise kind(f"rank {rank} gave up: {name}: {text}")
+
+    def abandon(self, cause: BaseException) -> None:
+        """See ``Ranks.abandon``."""
+        with suppress(RuntimeError):
+            self._met().set("abandoned", f"{self.rank}\n{type(cause).__name__}\n{cause}".encode())
+
+    def renew(self) -> None:
+        """See ``Ranks.renew``."""
+        self._meeting, self._prefix = None, ""
+
+
+class MPIRanks(Ranks):
+    """The ranks of an mpi4py communicator, which meet over a duplicate of it.
+
+    Args:
+        comm: The communicator; only a weak reference is kept.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = weakref.ref(comm)
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.timeout = DEFAULT_SECONDS
+        self._duplicate: Any = None
+
+    def duplicate(self, deadline: float) -> Any:
+        """A communicator of the same ranks that nobody else uses, made once a meeting.
+
+        Raises:
+            TransportTimeout: The deadline passed.
+        """
+        from mpi4py import MPI
+
+        if self._duplicate is None:
+            comm = self._comm()
+            if comm is None or comm == MPI.COMM_NULL:
+                raise TransportError("gradpack: group: found a communicator that is freed, wanted a living one")
+            self._duplicate, request = comm.Idup()
+            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+            self._wait(request, deadline)
+        return self._duplicate
+
+    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+        """See ``Ranks.allgather``."""
+        comm = self.duplicate(deadline)
+        lengths = memoryview(bytearray(8 * self.size))
+        self._wait(comm.Iallgather(len(data).to_bytes(8, "little"), lengths), deadline)
+        counts = lengths.cast("q").tolist()
+        found = memoryview(bytearray(sum(counts)))
+        self._wait(comm.Iallgatherv(data, [found, counts]), deadline)
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        return [bytes(found[start : start + count]) for start, count in zip(starts, counts, strict=True)]
+
+    def _wait(self, request: Any, deadline: float) -> None:
+        pause = 0.0
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise TransportTimeout(f"found ranks absent at the deadline, wanted all {self.size} ranks here before it")
+            time.sleep(pause)
+            pause = min(pause + 0.0001, _POLL_SECONDS)
+
+    def abandon(self, cause: BaseException) -> None:
+        """See ``Ranks.abandon``."""
+
+    def renew(self) -> None:
+        """See ``Ranks.renew``."""
+        from mpi4py import MPI
+
+        duplicate, self._duplicate = self._duplicate, None
+        if duplicate is not None and not MPI.Is_finalized():
+            duplicate.Free()
+
+
+class ObjectRanks(Ranks):
+    """The ranks of any object with ``rank``, ``size`` and ``allgather(data, timeout=seconds)``.
+
+    Args:
+        operation: Name of the call, for messages.
+        group: The object; only a weak reference is kept.
+
+    Raises:
+        TypeError: The object lacks one of these.
+    """
+
+    def __init__(self, operation: str, group: Any) -> None:
+        try:
+            self._group = weakref.ref(group)
+        except TypeError:
+            raise TypeError(
+                f"{operation}: group: found {type(group).__name__}, wanted an object that weak references can be made to"
+            ) from None
+        self.rank, self.size = (_whole(operation, group, name) for name in ("rank", "size"))
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"{operation}: group: found rank {self.rank} of {self.size}, wanted a rank from 0 to size - 1")
+        timeout = getattr(group, "timeout", DEFAULT_SECONDS)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_SECONDS:
+            raise TypeError(
+                f"{operation}: group: found {type(group).__name__} whose timeout is {timeout!r}, wanted a positive number"
+            )
+        self.timeout = float(timeout)
+        self._worker: ThreadPoolExecutor | None = None
+
+    @property
+    def shards(self) -> bool:
+        """Whether the object has ``alltoall`` too."""
+        return callable(getattr(self._group(), "alltoall", None))
+
+    def start(self, verb: str, argument: Any, deadline: float) -> Future[Sequence[Any]]:
+        """Starts ``allgather`` or ``alltoall`` of the object in a thread: these block, and must not block signals too."""
+        group = self._group()
+        if group is None:
+            raise TransportError("gradpack: group: found a group that is gone, wanted a living one")
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradpack group")
+        seconds = max(0.001, deadline - time.monotonic())
+        return self._worker.submit(self._run, getattr(group, verb), verb, argument, seconds)
+
+    def _run(self, method: Callable[..., Any], verb: str, argument: Any, seconds: float) -> Sequence[Any]:
+        try:
+            found: Any = method(argument, timeout=seconds)
+        except TimeoutError as error:
+            raise TransportTimeout(f"{verb} of the group: {error}") from error
+        except Exception as error:
+            raise TransportError(f"{verb} of the group: found {type(error).__name__}: {error}, wanted its result") from error
+        if not isinstance(found, Sequence) or len(found) != self.size or not all(_is_bytes(part) for part in found):
+            raise TransportError(f"{verb} of the group: found {type(found).__name__}, wanted bytes of each of {self.size} ranks")
+        return found
+
+    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+        """See ``Ranks.allgather``."""
+        future = self.start("allgather", data, deadline)
+        while not wait([future], LOOK_SECONDS).done:
+            if time.monotonic() > deadline:
+                raise TransportTimeout(f"found ranks absent at the deadline, wanted all {self.size} ranks here before it")
+        return [bytes(part) for part in future.result()]
+
+    def abandon(self, cause: BaseException) -> None:
+        """See ``Ranks.abandon``."""
+
+    def renew(self) -> None:
+        """See ``Ranks.renew``."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray | memoryview)
+
+
+def _whole(operation: str, group: Any, name: str) -> int:
+    value: Any = getattr(group, name, None)
+    value = value() if callable(value) else value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{operation}: group: found {type(group).__name__} whose {name} is {value!r}, wanted a whole number"
+        ) from None
+
+
+def _mpi() -> Any:
+    """``mpi4py.MPI`` if the program has imported it: only then can the program hold a communicator."""
+    return sys.modules.get("mpi4py.MPI")
+
+
+def _torch_distributed(operation: str) -> Any:
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise BuildError(f"{operation}: group: torch is not installed, wanted it: pip install 'gradpack[torch]'") from error
+    if not dist.is_available():
+        raise BuildError(f"{operation}: group: found a torch built without distributed, wanted one with it")
+    return dist
+
+
+def find(operation: str, group: Any) -> Any:
+    """The object that stands for ``group``: itself, or the default process group for None.
+
+    Raises:
+        TransportError: There is no process group, it was destroyed, or this rank is no member.
+        TypeError: ``group`` is of no kind that gradpack knows.
+        BuildError: torch is not installed, and None stands for its default group.
+    """
+    dist: Any = _torch_distributed(operation) if group is None else sys.modules.get("torch.distributed")
+    if group is None:
+        if not dist.is_initialized():
+            raise TransportError(
+                f"{operation}: group: found no process group, wanted one: call torch.distributed.init_process_group()"
+            )
+        group = dist.group.WORLD
+    if dist is not None and dist.is_available():
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise TransportError(f"{operation}: group: found a group without this rank, wanted one that it is a member of")
+        if isinstance(group, dist.ProcessGroup):
+            if group not in dist.distributed_c10d._world.pg_map:
+                raise TransportError(f"{operation}: group: found a destroyed group, wanted a living one")
+            return group
+    if _mpi() is not None and isinstance(group, _mpi().Comm):
+        if group == _mpi().COMM_NULL or not group.Is_intra():
+            raise TransportError(f"{operation}: group: found no intracommunicator with this rank, wanted one")
+        return group
+    if not callable(getattr(group, "allgather", None)):
+        raise TypeError(
+            f"{operation}: group: found {type(group).__name__}, wanted a torch.distributed process group, an mpi4py "
+            "communicator, an object with rank, size and allgather, or None"
+        )
+    return group
+
+
+def of(operation: str, group: Any) -> Ranks:
+    """The ranks of what ``find`` found.
+
+    Raises:
+        TypeError: It lacks something, or no weak reference to it can be made.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and isinstance(group, dist.ProcessGroup):
+        return TorchRanks(group)
+    if _mpi() is not None and isinstance(group, _mpi().Comm):
+        return MPIRanks(group)
+    return ObjectRanks(operation, group)
+
+
+def torch_groups() -> list[Any]:
+    """All process groups of torch that this process knows."""
+    torch_c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return list(torch_c10d._world.pg_map) if torch_c10d is not None else []
+
+
+def _torch_timeout(process_group: Any) -> float:
+    """Seconds that the caller's group itself waits for its peers."""
+    import torch
+
+    try:
+        timeout = process_group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        # A group without a CPU backend, or a backend that keeps no options: torch's own default stands in.
+        timeout = torch.distributed.constants.default_pg_timeout
+    return float(timeout.total_seconds())
