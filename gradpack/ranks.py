@@ -81,7 +81,6 @@ class TorchRanks(Ranks):
         self.size = dist.get_world_size(process_group)
         self.timeout = _torch_timeout(process_group)
         self._meeting: Any = None
-        self._prefix = ""
         self._exchanges = 0
 
     @property
@@ -97,30 +96,23 @@ class TorchRanks(Ranks):
         return process_group
 
     def store(self) -> Any:
-        """A store that only the ranks of this meeting use, over a connection of its own.
+        """A store that only the ranks of this meeting use, over the group's own connection, so nobody may wait in it.
 
-        A connection waits for one thing at a time: two that meet in crossed order on one would never meet.
+        A connection does one thing at a time: two threads that wait on one in crossed order would never meet. A connection of
+        one's own is no way out: where several ranks make one at the same moment, torch's server often takes five seconds.
         """
         import torch.distributed as dist
 
-        store: Any = dist.distributed_c10d._get_process_group_store(self.process_group)
-        if store is None:
-            raise TransportError("gradpack: group: found a process group without a store, wanted one to meet in")
-        # Not every store, nor every torch, can make another.
-        with suppress(AttributeError, RuntimeError):
-            store = store.clone()
-        if not self._prefix:
+        if self._meeting is None:
+            store: Any = dist.distributed_c10d._get_process_group_store(self.process_group)
+            if store is None:
+                raise TransportError("gradpack: group: found a process group without a store, wanted one to meet in")
             counted = [f"gradpack/{self._name}/meetings of rank {peer}" for peer in range(self.size)]
             own = store.add(counted[self.rank], 1)
             number = max(own, *(store.add(key, 0) for key in counted))
             if number > own:
                 store.add(counted[self.rank], number - own)
-            self._prefix = f"gradpack/{self._name}/meeting {number}"
-        return dist.distributed_c10d.PrefixStore(self._prefix, store)
-
-    def _met(self) -> Any:
-        if self._meeting is None:
-            self._meeting = self.store()
+            self._meeting = dist.distributed_c10d.PrefixStore(f"gradpack/{self._name}/meeting {number}", store)
             self._exchanges = 0
         return self._meeting
 
@@ -136,7 +128,7 @@ class TorchRanks(Ranks):
             ) from error
 
     def _allgather(self, data: bytes, deadline: float) -> list[bytes]:
-        store = self._met()
+        store = self.store()
         self._exchanges += 1
         keys = [f"exchange {self._exchanges} of rank {peer}" for peer in range(self.size)]
         store.set(keys[self.rank], data)
@@ -167,11 +159,11 @@ class TorchRanks(Ranks):
     def abandon(self, cause: BaseException) -> None:
         """See ``Ranks.abandon``."""
         with suppress(RuntimeError):
-            self._met().set("abandoned", f"{self.rank}\n{type(cause).__name__}\n{cause}".encode())
+            self.store().set("abandoned", f"{self.rank}\n{type(cause).__name__}\n{cause}".encode())
 
     def renew(self) -> None:
         """See ``Ranks.renew``."""
-        self._meeting, self._prefix = None, ""
+        self._meeting = None
 
 
 class MPIRanks(Ranks):

@@ -21,8 +21,7 @@ __all__ = ["ProcessGroupCollectives", "duplicate"]
 
 _LOOK = timedelta(seconds=LOOK_SECONDS)
 
-_DUPLICATE_SECONDS = 30.0
-"""How long the backend may take to connect ranks that are all there. Where one dies just then, its thread lives on so long."""
+_POLL_SECONDS = 0.001
 
 _GRACE = timedelta(seconds=1)
 """The backend gives up so much later than we do: our message says more, and no operation outlives its call for long."""
@@ -134,6 +133,36 @@ class ProcessGroupCollectives(Collectives):
             dist.destroy_process_group(duplicated)
 
 
+class _MeetingStore(dist.Store):
+    """The store of a meeting for a backend to connect by: waits end where a rank is lost, and hold up no other thread's."""
+
+    def __init__(self, store: Any, peers: Peers, deadline: float) -> None:
+        super().__init__()
+        self._store = store
+        self._peers = peers
+        self._deadline = deadline
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> Any:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> Any:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        while not self._store.check(list(keys)):
+            self._peers.check()
+            if time.monotonic() > self._deadline:
+                raise self._peers.late()
+            time.sleep(_POLL_SECONDS)
+
+
 def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
     """A group of the same ranks that nobody else uses. Every rank of the group must call it.
 
@@ -155,21 +184,22 @@ def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
         backend = process_group._get_backend(torch.device("cpu")).name()
     except RuntimeError:
         backend = "gloo"  # a group for other devices only; gloo needs nothing but the store
-    timeout = timedelta(seconds=min(max(0.0, deadline - time.monotonic()), _DUPLICATE_SECONDS)) + _GRACE
+    timeout = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
     made: list[Any] = []
     failed: list[BaseException] = []
 
     def make() -> None:
         try:
             if backend == "gloo":
-                made.append(dist.ProcessGroupGloo(ranks.store(), ranks.rank, ranks.size, timeout))
+                store = _MeetingStore(ranks.store(), peers, deadline)
+                made.append(dist.ProcessGroupGloo(store, ranks.rank, ranks.size, timeout))
             else:
                 members = dist.get_process_group_ranks(process_group)
                 made.append(dist.new_group(members, timeout=timeout, backend=backend))
         except BaseException as error:
             failed.append(error)
 
-    # In a thread, since it blocks for as long as the deadline where a rank is lost just now.
+    # In a thread, since it may block where a rank is lost in the instant between its address and its connection.
     thread = threading.Thread(target=make, name="gradpack duplicate")
     thread.start()
     while thread.is_alive():
@@ -180,6 +210,8 @@ def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
                 raise peers.late()
     if failed:
         error = failed[0]
+        if isinstance(error, TransportError):
+            raise error
         if isinstance(error, RuntimeError) and _timed_out(error):
             raise TransportTimeout(f"found the deadline passed as the group was duplicated ({error})") from error
         raise TransportError(f"found that the group cannot be duplicated ({error}), wanted a duplicate") from error
