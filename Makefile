@@ -77,6 +77,8 @@ pytest: setup
 bench: setup
 	@$(BIN)/python benchmarks/bench_border.py
 	@$(BIN)/python benchmarks/bench_pack.py
+	@$(BIN)/python benchmarks/bench_allreduce.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_ways.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_opening.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_merge.py
 

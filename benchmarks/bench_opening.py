@@ -1,8 +1,9 @@
-"""How large the payload of the opening all-gather should be, and whether the store could do its work.
+"""How large the payload of the opening should be, and whether the store could do its work.
 
-Every call of gradpack opens with one all-gather that carries a header and the first bytes of the packs. This measures whole calls
-for models of several sizes under several payloads, beside a flat, preallocated all-reduce of the same bytes in the same run, and
-an agreement through the store (each rank sets its header, then reads the others'). Run it with torchrun::
+Every call of gradpack opens with one exchange that carries a header and the first bytes of the packs. This measures whole calls
+for models of several sizes under several fixed payloads and under the one that follows what calls need, beside a flat,
+preallocated all-reduce of the same bytes in the same run, and an agreement through the store (each rank sets its header, then
+reads the others'). Run it with torchrun::
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_opening.py
 """
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 import gradpack
-from gradpack.transports import staged
+from gradpack.transports import opening
 
-PAYLOADS = [0, 1 << 10, 4 << 10, 16 << 10, 64 << 10]
-SIZES = [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 400 << 10, 4 << 20]
+FOLLOWS = -1
+PAYLOADS = [0, 1 << 10, 4 << 10, 16 << 10, 64 << 10, FOLLOWS]
+SIZES = [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 1536 << 10, 2 << 20, 4 << 20]
 
 
 def timed(call: Callable[..., object], *args: object, **options: object) -> float:
@@ -32,8 +34,9 @@ def timed(call: Callable[..., object], *args: object, **options: object) -> floa
 def make_groups() -> dict[int, dist.ProcessGroup]:
     """One group for each payload, since a group's transport fixes its payload when it is made."""
     groups = {}
+    defaults = opening.PAYLOAD_BYTES, opening.LARGEST_PAYLOAD_BYTES
     for payload in PAYLOADS:
-        staged.PAYLOAD_BYTES = payload
+        opening.PAYLOAD_BYTES, opening.LARGEST_PAYLOAD_BYTES = defaults if payload == FOLLOWS else (payload, 0)
         groups[payload] = dist.new_group(list(range(dist.get_world_size())))
         gradpack.allreduce([torch.ones(1)], group=groups[payload])
     return groups
@@ -57,7 +60,7 @@ def main() -> None:
     flat_group = dist.new_group(list(range(dist.get_world_size())))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        columns = " ".join(f"{payload >> 10:>6} KiB" for payload in PAYLOADS)
+        columns = " ".join("   follows" if payload == FOLLOWS else f"{payload >> 10:>6} KiB" for payload in PAYLOADS)
         print(f"{dist.get_world_size()} ranks; medians of {options.iterations} iterations, ms, and of ratios to flat")
         print(f"{'bytes':>9} {'flat':>7}  gradpack with a payload of: {columns}   agreement by store")
     for nbytes in SIZES:

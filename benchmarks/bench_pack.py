@@ -1,66 +1,42 @@
 """Pack and unpack against memcpy.
 
-    python benchmarks/bench_pack.py [--threads 1 2] [--iterations 15] [--cases resnet50 small2000] [--json PATH]
+    python benchmarks/bench_pack.py [--threads 1 2] [--iterations 15] [--cases resnet50 small2000] [--json PATH] [--plot PATH]
 
 Gradients stream through three slots of 16 MiB, as they do in an all-reduce, with the non-finite check on. The yardstick is
 the C library's memcpy of as many bytes (bytes read plus bytes written), with as many threads, through the same slots in
-pieces of the same size, alternating with ours (what fits into the caches: in
-blocks of several passes, the first not counted): `ratio` is the median over iterations of its time over ours, so 1.00 is the
-speed of memcpy. Each of its threads copies its share of every piece and waits for no other, and only the longest thread's
-copying is counted: no launching, no joining.
+pieces of the same size, in turns with ours (what fits into the caches: in blocks of several passes, the first not counted):
+a `ratio` of 1.00 is the speed of memcpy, and of 2.00 half of it. Each of its threads copies its share of every piece and waits
+for no other, and only the longest thread's copying is counted: no launching, no joining. `_foreach_copy_` is torch's way to do
+the same, between the gradients and views of the slots, with a second call for the division; on one thread only, since torch's
+threads go on spinning into the turns of the others.
 """
 
 import argparse
 import ctypes
-import json
+import itertools
 import math
-import platform
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
+import machine
 import torch
+from rows import Piece, Row, add_output_options, interleave, print_header, print_row, timings, write_output
+from shapes import NAMES, count, load
 
 from gradpack import _C
 
 SLOT_BYTES = 16 << 20
 NUM_SLOTS = 3
 CACHE_BYTES = 32 << 20
+BASELINE = "memcpy"
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 memcpy = ctypes.CDLL(None).memcpy
 memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 memcpy.restype = ctypes.c_void_p
-
-
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The shapes of torchvision's ResNet-50 parameters, in order."""
-    shapes: list[tuple[int, ...]] = []
-
-    def conv_and_norm(inputs: int, outputs: int, kernel: int) -> None:
-        shapes.extend([(outputs, inputs, kernel, kernel), (outputs,), (outputs,)])
-
-    conv_and_norm(3, 64, 7)
-    channels = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            conv_and_norm(channels, width, 1)
-            conv_and_norm(width, width, 3)
-            conv_and_norm(width, width * 4, 1)
-            if block == 0:
-                conv_and_norm(channels, width * 4, 1)
-            channels = width * 4
-    shapes.extend([(1000, 2048), (1000,)])
-    return shapes
-
-
-CASES: dict[str, Callable[[], list[tuple[int, ...]]]] = {
-    "resnet50": resnet50_shapes,
-    "small2000": lambda: [(1000,)] * 2000,
-}
 
 
 class Memcpy:
@@ -112,129 +88,161 @@ def slices(total: int, most: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + most, total)) for begin in range(0, total, most)]
 
 
-def measure(case: str, wire: str, direction: str, divisor: int, num_threads: int, iterations: int) -> dict[str, Any]:
-    torch.manual_seed(1)
-    gradients = [torch.randn(shape) for shape in CASES[case]()]
-    originals = [gradient.clone() for gradient in gradients]
-    numel = sum(gradient.numel() for gradient in gradients)
-    wire_size = WIRES[wire].itemsize
-    moved = numel * (4 + wire_size)
+def spans_of(gradients: list[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+    """The parts of the gradients that lie in a slice of their stream."""
+    found, start = [], 0
+    for gradient in gradients:
+        first, last = max(begin - start, 0), min(end - start, gradient.numel())
+        if first < last:
+            found.append(gradient.view(-1)[first:last])
+        start += gradient.numel()
+    return found
 
+
+class Stream:
+    """Gradients, the slots they stream through, and two ways to move one piece between them.
+
+    Args:
+        case: Whose gradients.
+        wire: The wire dtype.
+        divisor: What unpacking divides by.
+    """
+
+    def __init__(self, case: str, wire: str, divisor: int) -> None:
+        torch.manual_seed(1)
+        self.gradients = [torch.randn(shape) for shape in load(case)]
+        self.numel = count(load(case))
+        self.wire = WIRES[wire]
+        self.divisor = divisor
+        counts = [gradient.numel() for gradient in self.gradients]
+        self.arrays = _C.describe(self.gradients, "bench_pack", "gradients", None, "grad", "auto")
+        self.plan = _C.Plan(self.arrays.key, len(counts), [("float32", wire, list(range(len(counts))), counts)])
+        self.nonfinite = _C.Nonfinite(len(counts))
+        self.slots = [_C.Buffer(SLOT_BYTES) for _ in range(NUM_SLOTS)]
+        for slot in self.slots:
+            ctypes.memset(slot.address, 0, SLOT_BYTES)
+        self.pieces = slices(self.numel, SLOT_BYTES // self.wire.itemsize)
+        # Made once, for each piece and slot: views are not what is measured.
+        self.spans = [spans_of(self.gradients, begin, end) for begin, end in self.pieces]
+        self.views = [[self.views_into(slot, spans) for slot in self.slots] for spans in self.spans]
+
+    def views_into(self, slot: _C.Buffer, spans: list[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = [span.numel() for span in spans]
+        return list(torch.frombuffer(slot, dtype=self.wire)[: sum(sizes)].split(sizes))
+
+    def by_gradpack(self, piece: int, slot: int, pack: bool) -> None:
+        begin, end = self.pieces[piece]
+        if pack:
+            self.plan.pack(self.arrays, 0, begin, end, self.slots[slot], 0, self.nonfinite)
+        else:
+            self.plan.unpack(self.arrays, 0, begin, end, self.slots[slot], 0, self.divisor, None, self.nonfinite)
+
+    def by_torch(self, piece: int, slot: int, pack: bool) -> None:
+        spans, views = self.spans[piece], self.views[piece][slot]
+        if pack:
+            torch._foreach_copy_(views, spans)
+        else:
+            torch._foreach_copy_(spans, views)
+            torch._foreach_div_(spans, self.divisor)
+
+    def whole(self, move: Callable[[int, int, bool], None], pack: bool) -> Callable[[], None]:
+        """All pieces one after the other. Which slot is next outlives a pass: slots rotate on, as they do from call to call."""
+        slots = itertools.cycle(range(NUM_SLOTS))
+
+        def run() -> None:
+            for piece in range(len(self.pieces)):
+                move(piece, next(slots), pack)
+
+        return run
+
+    def wrong(self, move: Callable[[int, int, bool], None]) -> int:
+        """Goes there and back once more, looking at every element."""
+        originals = [torch.randn(gradient.shape) for gradient in self.gradients]
+        torch._foreach_copy_(self.gradients, originals)
+        wanted = torch.cat([original.reshape(-1) for original in originals]).to(self.wire)
+        wrong = 0
+        for piece, (begin, end) in enumerate(self.pieces):
+            move(piece, 0, True)
+            wrong += int((torch.frombuffer(self.slots[0], dtype=self.wire)[: end - begin] != wanted[begin:end]).sum())
+            move(piece, 0, False)
+        found = torch.cat([gradient.reshape(-1) for gradient in self.gradients])
+        return wrong + int((found != wanted.float() / self.divisor).sum()) + len(self.nonfinite.indices())
+
+
+def measure(case: str, wire: str, direction: str, divisor: int, num_threads: int, iterations: int) -> list[Row]:
     _C.set_num_threads(num_threads)
-    arrays = _C.describe(gradients, "bench_pack", "gradients", None, "grad", "auto")
-    counts = [gradient.numel() for gradient in gradients]
-    plan = _C.Plan(arrays.key, len(gradients), [("float32", wire, list(range(len(gradients))), counts)])
-    nonfinite = _C.Nonfinite(len(gradients))
-    slots = [_C.Buffer(SLOT_BYTES) for _ in range(NUM_SLOTS)]
-    for slot in slots:
-        ctypes.memset(slot.address, 0, SLOT_BYTES)
-
-    # What a slot holds, and where the next piece goes, outlive a pass: slots rotate on, as they do from call to call.
-    pieces = slices(numel, SLOT_BYTES // wire_size)
-    turn = 0
-
-    def ours() -> float:
-        nonlocal turn
-        began = time.perf_counter()
-        for begin, end in pieces:
-            slot = slots[turn % NUM_SLOTS]
-            turn += 1
-            if direction == "pack":
-                plan.pack(arrays, 0, begin, end, slot, 0, nonfinite)
-            else:
-                plan.unpack(arrays, 0, begin, end, slot, 0, divisor, None, nonfinite)
-        return time.perf_counter() - began
-
-    flat = torch.full((moved // 2,), 1, dtype=torch.uint8)  # written: unwritten memory is one page of zeros, in the cache
+    torch.set_num_threads(1)
+    stream, pack = Stream(case, wire, divisor), direction == "pack"
+    moved = stream.numel * (4 + stream.wire.itemsize)
+    # Written, since memory that never was is one page of zeros, in the cache.
+    flat = torch.full((moved // 2,), 1, dtype=torch.uint8)
     threads = Memcpy(num_threads)
-    yardstick_turn = 0
+    slots = itertools.cycle(stream.slots)
 
     def yardstick() -> float:
-        nonlocal yardstick_turn
         copies = []
         for begin, end in slices(moved // 2, SLOT_BYTES):
-            slot = slots[yardstick_turn % NUM_SLOTS].address
-            yardstick_turn += 1
-            there = flat.data_ptr() + begin
-            copies.append((slot, there, end - begin) if direction == "pack" else (there, slot, end - begin))
+            slot, there = next(slots).address, flat.data_ptr() + begin
+            copies.append((slot, there, end - begin) if pack else (there, slot, end - begin))
         return threads.run(copies)
 
-    times, ratios = [], []
+    ways = {"gradpack": stream.by_gradpack}
+    if num_threads == 1:
+        ways["_foreach_copy_"] = stream.by_torch
     # Of what fits into the caches, several passes in a row, the first not counted: otherwise each side finds there what the other
     # left, and the ratio says who reads less instead of who reads faster.
-    passes = 1 if moved > CACHE_BYTES else 6
-    for iteration in range(iterations + 2):
-        copied, packed = (sum([side() for _ in range(passes)][min(1, passes - 1) :]) for side in (yardstick, ours))
-        if iteration >= 2:
-            times.append(packed / max(1, passes - 1))
-            ratios.append(copied / packed)
+    samples = interleave(
+        [Piece(BASELINE, yardstick), *(Piece(name, stream.whole(move, pack)) for name, move in ways.items())],
+        iterations,
+        passes=1 if moved > CACHE_BYTES else 6,
+    )
     threads.close()
-
-    # Once more, looking at every element.
-    wrong = 0
-    wanted = torch.cat([original.reshape(-1) for original in originals]).to(WIRES[wire])
-    for gradient, original in zip(gradients, originals, strict=True):
-        gradient.copy_(original)
-    for begin, end in pieces:
-        plan.pack(arrays, 0, begin, end, slots[0], 0, nonfinite)
-        packed_slice = torch.frombuffer(slots[0], dtype=WIRES[wire])[: end - begin]
-        wrong += int((packed_slice != wanted[begin:end]).sum())
-        plan.unpack(arrays, 0, begin, end, slots[0], 0, divisor, None, nonfinite)
-    unpacked = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    wrong += int((unpacked != wanted.float() / divisor).sum()) + len(nonfinite.indices())
-
-    median = statistics.median(times)
-    return {
-        "case": case,
-        "tensors": len(gradients),
-        "bytes": numel * 4,
-        "dtype": "float32",
-        "wire": wire,
-        "direction": direction if direction == "pack" else f"unpack/{divisor}",
-        "threads": num_threads,
-        "min_ms": min(times) * 1e3,
-        "median_ms": median * 1e3,
-        "gb_per_s": moved / median / 1e9,
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "wrong": wrong,
-    }
+    return [
+        Row(
+            case=case,
+            piece=f"{direction if pack else f'unpack/{divisor}'} {name}",
+            tensors=len(stream.gradients),
+            bytes=stream.numel * 4,
+            dtype="float32",
+            wire=wire,
+            transport="memory",
+            ranks=1,
+            threads=num_threads,
+            bus_gb_per_s=None,
+            wrong=stream.wrong(move),
+            extra_bytes=None,
+            baseline=BASELINE,
+            **timings([samples[name]], [samples[BASELINE]], moved),
+        )
+        for name, move in ways.items()
+    ]
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Pack and unpack against memcpy.")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, _C.num_threads()])
     parser.add_argument("--iterations", type=int, default=15)
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=NAMES, default=["resnet50", "small2000"], metavar="CASE")
     parser.add_argument("--wires", nargs="+", choices=sorted(WIRES), default=list(WIRES))
-    parser.add_argument("--json", metavar="PATH", help="write the rows there too")
+    add_output_options(parser)
     options = parser.parse_args(argv)
 
-    print(f"simd {_C.simd_name()}, {platform.machine()}, torch {torch.__version__}")
-    header = (
-        f"{'case':<10} {'dtype->wire':<18} {'direction':<9} {'threads':>7} {'min ms':>8} {'med ms':>8} {'GB/s':>6} {'ratio':>5}"
-    )
-    print(header + f" {'(min-max)':>11} {'wrong':>5}")
+    states = [machine.state()]
+    print(machine.describe(states[0]))
+    print_header()
     rows = []
     for case in options.cases:
         for num_threads in sorted(set(options.threads)):
             for wire in options.wires:
                 for direction, divisor in (("pack", 1), ("unpack", 2), ("unpack", 3)):
-                    row = measure(case, wire, direction, divisor, num_threads, options.iterations)
-                    rows.append(row)
-                    print(
-                        f"{case:<10} {'float32->' + wire:<18} {row['direction']:<9} {num_threads:>7} {row['min_ms']:>8.3f}"
-                        f" {row['median_ms']:>8.3f} {row['gb_per_s']:>6.1f} {row['ratio']:>5.2f}"
-                        f" {row['ratio_min']:>5.2f}-{row['ratio_max']:<5.2f} {row['wrong']:>5}",
-                        flush=True,
-                    )
-    geometric = math.exp(statistics.fmean(math.log(row["ratio"]) for row in rows))
-    print(f"lowest ratio {min(row['ratio'] for row in rows):.2f}, geometric mean {geometric:.2f}")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"simd": _C.simd_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
-    return 1 if any(row["wrong"] for row in rows) else 0
+                    for row in measure(case, wire, direction, divisor, num_threads, options.iterations):
+                        rows.append(row)
+                        print_row(row)
+    speeds = [1 / row.ratio for row in rows if row.piece.endswith("gradpack")]
+    geometric = math.exp(statistics.fmean(math.log(speed) for speed in speeds))
+    print(f"gradpack's lowest speed {min(speeds):.2f} of memcpy's, geometric mean {geometric:.2f}")
+    write_output(options, states, rows)
+    return 1 if any(row.wrong for row in rows) else 0
 
 
 if __name__ == "__main__":
