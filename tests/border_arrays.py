@@ -1,18 +1,25 @@
-"""Objects of every kind for the tests of the border, and describe() with its usual arguments."""
+"""Objects of every kind but torch's for the tests of the border, and describe() with its usual arguments."""
 
 import ctypes
 
 import numpy as np
-import torch
-from torch._subclasses import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
+import pytest
 
 from gradpack import _C
 
 
 def describe(objects, names=None, parameters="grad", protocol="auto"):
     return _C.describe(objects, "allreduce", "grads", names, parameters, protocol)
+
+
+def assert_refused(objects, exception, fact):
+    """That describe() refuses objects[1] with and without a name, in one line that states the fact."""
+    for names, label in ((["first", "layer.weight"], "grads[1] 'layer.weight'"), (None, "grads[1]")):
+        with pytest.raises(exception) as raised:
+            describe(objects, names=names)
+        assert str(raised.value).startswith(f"allreduce: {label}: ")
+        assert fact in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 def order(obj):
@@ -81,16 +88,26 @@ class Versioned(ctypes.Structure):
 
 
 class HandMade:
-    """A DLPack producer that says what the test wants; `deleted` counts the deleter's calls."""
+    """A DLPack producer that says what the test wants; `given` and `deleted` count capsules and the deleter's calls."""
 
-    def __init__(self, shape=(4,), strides=None, code=2, bits=32, lanes=1, device=(1, 0), flags=0, major=1, offset=0):
+    def __init__(
+        self, shape=(4,), strides=None, code=2, bits=32, lanes=1, device=(1, 0), flags=0, major=1, offset=0, address=None
+    ):
         self.memory = np.zeros(64, np.float64)
-        self.deleted = 0
+        self.given = self.deleted = 0
         ints = ctypes.c_int64 * max(len(shape), 1)
         self.extents = ints(*shape), ints(*strides) if strides is not None else None
         deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.delete)
         tensor = DLTensor(
-            self.memory.ctypes.data, *device, len(shape), code, bits, lanes, self.extents[0], self.extents[1], offset
+            self.memory.ctypes.data if address is None else address,
+            *device,
+            len(shape),
+            code,
+            bits,
+            lanes,
+            self.extents[0],
+            self.extents[1],
+            offset,
         )
         self.managed = Versioned(major, 0, None, deleter, flags, tensor)
 
@@ -98,46 +115,12 @@ class HandMade:
         self.deleted += 1
 
     def __dlpack__(self, **_options):
+        self.given += 1
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         return new(ctypes.addressof(self.managed), b"dltensor_versioned", None)
 
 
-class SimpleSubclass(torch.Tensor):
-    pass
-
-
-class Lying(torch.Tensor):
-    """A subclass whose Python face is not to be trusted."""
-
-    @property
-    def requires_grad(self):
-        return True
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError("describe() must not call this")
-
-
-class NoCalls(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        raise AssertionError("describe() must not call this")
-
-
-def fake_tensor():
-    with FakeTensorMode():
-        return torch.zeros(3)
-
-
 def read_only(base):
     base.flags.writeable = False
     return base
-
-
-def with_grad(param, grad):
-    param.grad = grad
-    return param
-
-
-def wrapper_tensor():
-    return TwoTensor(torch.zeros(3), torch.zeros(3))

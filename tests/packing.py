@@ -1,9 +1,5 @@
 """What the kernel tests share: a stream of tensors with its plan and buffer, and awkward data."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import torch
 
@@ -71,9 +67,3 @@ def random_bits(count, dtype, seed=0):
 
 def normal(count, dtype, seed=0):
     return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def run_python(program, **settings):
-    return subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )

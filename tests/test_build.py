@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
+pytestmark = pytest.mark.shipped
+
 ROOT = Path(__file__).resolve().parent.parent
 # No libtorch, libcudart, libnccl or libgomp.
 ALLOWED_LIBRARIES = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2"}

@@ -9,22 +9,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from packing import COMPLEX, FLOATS, HALVES, INTS, Packing, name, normal, random_bits, raw, run_python
+from packing import COMPLEX, FLOATS, HALVES, INTS, Packing, name, normal, random_bits, raw
+from programs import available_levels, run_python
+from reference import rounded
 
 from gradpack import _C
 
 # ---- one element -----------------------------------------------------------------------------------------------------------
-
-
-def rounded(values, wire):
-    """float64 values rounded once to a 16-bit dtype, by scaling to an integer and rounding that: as float64."""
-    digits, smallest, largest = {"float16": (11, -24, 65504.0), "bfloat16": (8, -133, float.fromhex("0x1.fep127"))}[wire]
-    with np.errstate(all="ignore"):
-        _, exponents = np.frexp(values)
-        unit = np.maximum(exponents - digits, smallest)
-        result = np.ldexp(np.rint(np.ldexp(values, -unit)), unit)
-        result = np.where(np.abs(result) > largest, np.copysign(np.inf, result), result)
-    return np.where(np.isfinite(values), result, values)
 
 
 def assert_packs_rounded(values, wire):
@@ -147,14 +138,6 @@ for wire in (torch.float32, torch.float16, torch.bfloat16):
     packing = Packing([values[:7], values[7:5_000_000], values[5_000_001:]], wire).pack().unpack(divisor=3)
     print("streamed", wire, hashlib.sha256(raw(values)).hexdigest())
 """
-
-
-def available_levels():
-    with open("/proc/cpuinfo") as file:
-        flags = next((line for line in file if line.startswith("flags")), "").split()
-    avx2 = {"avx2", "f16c"} <= set(flags)
-    avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(flags)
-    return ["scalar"] + ["avx2"] * avx2 + ["avx512"] * avx512
 
 
 def test_instruction_sets_give_the_same_bits():

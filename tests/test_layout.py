@@ -97,6 +97,7 @@ def test_more_than_32_bits_of_elements_plan_at_once() -> None:
     assert list(layout.packs[-1].spans)[-1].count == 5
 
 
+@pytest.mark.shipped
 def test_two_thousand_gradients_plan_in_ten_milliseconds() -> None:
     best = 1.0
     for _ in range(5):

@@ -14,6 +14,15 @@
 #include "python/array_arg.h"
 #include "python/without_gil.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define GP_POISON(address, nbytes) __asan_poison_memory_region(address, static_cast<size_t>(nbytes))
+#define GP_UNPOISON(address, nbytes) __asan_unpoison_memory_region(address, static_cast<size_t>(nbytes))
+#else
+#define GP_POISON(address, nbytes) ((void)0)
+#define GP_UNPOISON(address, nbytes) ((void)0)
+#endif
+
 namespace py = pybind11;
 
 namespace gradpack {
@@ -40,10 +49,16 @@ class Buffer {
     // Advice only: without huge pages a buffer of 16 MiB is 4,096 page faults and as many TLB entries.
     if (alignment == kHugePage) madvise(data_, static_cast<size_t>(nbytes / kHugePage * kHugePage), MADV_HUGEPAGE);
 #endif
+    // What mmap gave beside the buffer is memory that only a bug touches; AddressSanitizer cannot know by itself.
+    GP_POISON(mapped_, data_ - static_cast<char*>(mapped_));
+    GP_POISON(data_ + nbytes, static_cast<char*>(mapped_) + mapped_bytes_ - (data_ + nbytes));
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { munmap(mapped_, mapped_bytes_); }
+  ~Buffer() {
+    GP_UNPOISON(mapped_, mapped_bytes_);
+    munmap(mapped_, mapped_bytes_);
+  }
 
   char* data() const { return data_; }
   int64_t nbytes() const { return nbytes_; }

@@ -130,7 +130,11 @@ void read_dltensor(const DLTensor& tensor, const Where& where, Found& found) {
   if (tensor.ndim < 0 || tensor.ndim > kMaxDims) {
     where.refuse(ErrorKind::kBuffer, tensor.ndim, " dimensions, wanted at most ", kMaxDims);
   }
-  found.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  if (tensor.ndim > 0 && tensor.shape == nullptr) {
+    where.refuse(ErrorKind::kBuffer, where.type_name(), " that gives no sizes for its ", tensor.ndim, " dimensions");
+  }
+  // As numbers: an offset may be nonsense, and Arrays::add is where that is found out.
+  found.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset);
   found.dtype = *dtype;
   found.ndim = tensor.ndim;
   found.shape = tensor.shape;

@@ -9,8 +9,9 @@ namespace py = pybind11;
 namespace gradpack {
 namespace {
 
-// A TensorImpl has at least these bytes (torch asserts its size to be more); the key set lies near its end.
-constexpr size_t kImplBytes = 192;
+// A TensorImpl has at most these bytes (torch asserts it), and may have fewer: 176 in torch 2.13. Its key set is its last member
+// or nearly so: a search that goes on after it has found it would read what lies behind the object.
+constexpr size_t kImplBytes = 208;
 
 struct Probe {
   py::object tensor;
@@ -47,18 +48,15 @@ std::vector<Probe> make_probes(py::handle torch) {
   return probes;
 }
 
-// The one offset at which `base(probe)` holds `wanted(probe)` for all probes.
+// The first offset at which `base(probe)` holds `wanted(probe)` for all probes.
 template <typename Base, typename Wanted>
-std::optional<size_t> only_offset(const std::vector<Probe>& probes, size_t bytes, Base base, Wanted wanted) {
-  std::optional<size_t> only;
+std::optional<size_t> first_offset(const std::vector<Probe>& probes, size_t bytes, Base base, Wanted wanted) {
   for (size_t offset = 0; offset + sizeof(uint64_t) <= bytes; offset += sizeof(uint64_t)) {
     bool all = true;
     for (const Probe& probe : probes) all = all && word_at(base(probe), offset) == wanted(probe);
-    if (!all) continue;
-    if (only) return std::nullopt;
-    only = offset;
+    if (all) return offset;
   }
-  return only;
+  return std::nullopt;
 }
 
 }  // namespace
@@ -67,11 +65,11 @@ TorchKeySet TorchKeySet::locate(py::handle torch) try {
   const std::vector<Probe> probes = make_probes(torch);
   const auto object_bytes =
       static_cast<size_t>(reinterpret_cast<PyTypeObject*>(py::object(torch.attr("Tensor").attr("__base__")).ptr())->tp_basicsize);
-  const auto impl_offset = only_offset(
+  const auto impl_offset = first_offset(
       probes, object_bytes, [](const Probe& probe) { return static_cast<const void*>(probe.tensor.ptr()); },
       [](const Probe& probe) { return probe.impl; });
   if (!impl_offset) return {};
-  const auto key_set_offset = only_offset(
+  const auto key_set_offset = first_offset(
       probes, kImplBytes, [](const Probe& probe) { return reinterpret_cast<const void*>(probe.impl); },
       [](const Probe& probe) { return probe.key_set; });
   if (!key_set_offset) return {};

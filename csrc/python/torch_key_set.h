@@ -11,8 +11,8 @@ namespace gradpack {
 // HACK, and why: a negated view's memory holds the wrong numbers, nothing but its dispatch key set says so (a detached one has no
 // _base), and the one public way to ask, is_neg(), drops and retakes the GIL: 300 gradients would take 14 us of their 40.
 // So the place of the key set inside tensors is found once per process, by looking for what torch itself says that the key sets
-// of six different tensors are. Only if exactly one place holds them all, and the two bits prove to be what is_neg() and
-// is_conj() report, is it used; otherwise those methods are called.
+// of six different tensors are. Only if a place holds them all, and the two bits prove to be what is_neg() and is_conj() report,
+// is it used; otherwise those methods are called.
 class TorchKeySet {
  public:
   static TorchKeySet locate(pybind11::handle torch);

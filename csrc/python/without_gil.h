@@ -2,10 +2,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#if defined(__GLIBCXX__)
-#include <cxxabi.h>
 #include <unistd.h>
-#endif
 
 namespace gradpack {
 
@@ -16,15 +13,11 @@ template <typename Work>
 void without_gil(Work&& work) {
   PyThreadState* const state = PyEval_SaveThread();
   const auto take_back = [&] {
-#if defined(__GLIBCXX__)
     try {
       PyEval_RestoreThread(state);
-    } catch (const abi::__forced_unwind&) {
+    } catch (...) {  // the unwinding, which is all that can come out of C and has no object that a handler could name
       while (true) pause();
     }
-#else
-    PyEval_RestoreThread(state);
-#endif
   };
   try {
     work();
