@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -344,11 +344,7 @@ def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C
 
     A packer that exists vouches for what depends on dtypes and options alone, so that is checked only where one is made.
     """
-    key = (
-        described.key,
-        collected.parameters,
-        replace(options, timeout=None, check_finite=True, transport="auto", async_op=False),
-    )
+    key = described.key, collected.parameters, options.packing
     packer: Packer | None = state.packers.pop(key, None)
     if packer is None:
         if collected.parameters == "grad":

@@ -85,6 +85,11 @@ class Options:
     timeout: float | None = None
     async_op: bool = False
 
+    @property
+    def packing(self) -> tuple[object, ...]:
+        """What a packer depends on."""
+        return self.splits, self.bytes_per_pack, self.cut, self.op, self.compress, self.missing
+
     @staticmethod
     def make(
         operation: str,

@@ -266,7 +266,7 @@ void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t*
 
 void reduce_unpack(const Range& range, const void* const* rows, int num_rows, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.sum, elements.gradient, nonfinite != nullptr, false);
+  const Converts convert(elements.sum, elements.gradient, nonfinite != nullptr, worth_streaming(*range.stream));
   const Divisors divisors(divide);
   const int64_t size = itemsize(elements.sum);
   for_each_sum(range, rows, num_rows, [&](const Chunk& chunk, const char* sums) {

@@ -81,7 +81,7 @@ def _collectives(state: GroupState, peers: Peers, staging: Staging, deadline: fl
     if isinstance(ranks, TorchRanks):
         from gradpack.transports import process_group
 
-        return process_group.ProcessGroupCollectives(process_group.duplicate(ranks, peers, deadline), peers, staging.buffer)
+        return process_group.ProcessGroupCollectives(process_group.duplicates(ranks, peers, deadline), peers, staging.buffer)
     if isinstance(ranks, MPIRanks):
         from gradpack.transports.mpi import MPICollectives
 

@@ -18,6 +18,7 @@ LARGEST_PAYLOAD_BYTES = 2 << 20
 MAX_PAYLOAD_WORLD = 8
 """Above this many ranks the opening is the headers alone: its size grows with their number."""
 
+_SMALLEST_BYTES = 1 << 10
 _REMEMBERED = 64
 
 
@@ -34,7 +35,7 @@ class ExpectedPayload:
     Only calls that all ranks agreed on count, so that all have seen the same ones.
 
     Args:
-        least: The payload where nothing is known, or little is expected.
+        least: The payload where nothing is known.
         most: Calls of more than this go through the slots.
     """
 
@@ -53,7 +54,8 @@ class ExpectedPayload:
     def agreed(self, fingerprint: bytes, nbytes: int) -> None:
         """All ranks agreed on the call that ``take`` was asked for."""
         if self._before is not None:
-            self._follows[self._before] = max(nbytes, self._least) if nbytes <= self._most else self._least
+            fits = nbytes <= self._most and self._least > 0
+            self._follows[self._before] = max(nbytes, _SMALLEST_BYTES) if fits else self._least
             self._follows.move_to_end(self._before)
             if len(self._follows) > _REMEMBERED:
                 self._follows.popitem(last=False)

@@ -17,9 +17,15 @@ from gradpack.peers import LOOK_SECONDS, Peers
 from gradpack.ranks import TorchRanks
 from gradpack.transports.collectives import Collectives
 
-__all__ = ["ProcessGroupCollectives", "duplicate"]
+__all__ = ["ProcessGroupCollectives", "duplicates"]
 
 _LOOK = timedelta(seconds=LOOK_SECONDS)
+
+LANES = 2
+"""Duplicates of a gloo group, which carry slices in turn."""
+
+MAX_LANES_WORLD = 8
+"""Above this many ranks there is one duplicate: each has a socket to every rank."""
 
 _POLL_SECONDS = 0.001
 
@@ -61,10 +67,10 @@ class _Waiting:
 
 
 class ProcessGroupCollectives(Collectives):
-    """The collectives of a torch process group that nobody else uses.
+    """The collectives of torch process groups that nobody else uses, which take turns.
 
     Args:
-        group: The group.
+        groups: The groups, of the same ranks.
         peers: What is known of its ranks.
         buffer: The memory that offsets count in.
     """
@@ -72,9 +78,9 @@ class ProcessGroupCollectives(Collectives):
     shards = True
     replicates = True
 
-    def __init__(self, group: Any, peers: Peers, buffer: _C.Buffer) -> None:
+    def __init__(self, groups: Sequence[Any], peers: Peers, buffer: _C.Buffer) -> None:
         self.buffer = buffer
-        self._group = group
+        self._groups = list(groups)
         self._peers = peers
         self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -85,11 +91,16 @@ class ProcessGroupCollectives(Collectives):
         options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
         return _Waiting(start(*arguments, options), what, self._peers)
 
+    def _turn(self) -> Any:
+        """The group whose turn it is: collectives come in the same order on every rank, so it is the same on all."""
+        self._groups.append(self._groups.pop(0))
+        return self._groups[-1]
+
     def _exchange(self, what: str, source: int, sent: list[int], target: int, received: list[int], deadline: float) -> _Waiting:
         # By all-to-all even where all ranks send the same bytes to everyone: gloo's all-gather and all-reduce take twice as long
         # for small messages and are no faster for large ones (benchmarks/bench_ways.py).
         outputs, inputs = self._part(target, sum(received)), self._part(source, sum(sent))
-        options, start = dist.AllToAllOptions(), self._group.alltoall_base
+        options, start = dist.AllToAllOptions(), self._turn().alltoall_base
         return self._started(what, start, outputs, inputs, received, sent, options=options, deadline=deadline)
 
     def start_gather(self, own: int, sizes: Sequence[int], target: int, scratch: int, deadline: float) -> _Waiting:
@@ -117,20 +128,21 @@ class ProcessGroupCollectives(Collectives):
         options = dist.BroadcastOptions()
         options.rootRank = root
         part = self._part(offset, nbytes)
-        return self._started("broadcast", self._group.broadcast, [part], options=options, deadline=deadline)
+        return self._started("broadcast", self._turn().broadcast, [part], options=options, deadline=deadline)
 
     def explain(self) -> str:
         """See ``Collectives.explain``."""
-        return f"a duplicate of the process group ({self._group.name()})"
+        return f"{len(self._groups)} duplicates of the process group ({self._groups[0].name()})"
 
     def close(self) -> None:
         """See ``Collectives.close``."""
         self.buffer = _C.Buffer(0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        duplicated, self._group = self._group, None
-        # A duplicate of gloo is ours alone and ends with its last reference; torch keeps a list of the others.
-        if isinstance(duplicated, dist.ProcessGroup) and duplicated in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(duplicated)
+        groups, self._groups = self._groups, []
+        for group in groups:
+            # A duplicate of gloo is ours alone and ends with its last reference; torch keeps a list of the others.
+            if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
 
 class _MeetingStore(dist.Store):
@@ -163,11 +175,12 @@ class _MeetingStore(dist.Store):
             time.sleep(_POLL_SECONDS)
 
 
-def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
-    """A group of the same ranks that nobody else uses. Every rank of the group must call it.
+def duplicates(ranks: TorchRanks, peers: Peers, deadline: float) -> list[Any]:
+    """Groups of the same ranks that nobody else uses. Every rank of the group must call it.
 
     Collectives that two libraries start on one group in different orders on different ranks give silently wrong sums; on a group
-    of its own gradpack's order is the only one.
+    of its own gradpack's order is the only one. In small worlds there are two: gloo moves the bytes of a group in one thread,
+    which waits for its peers much of the time (``benchmarks/bench_ways.py``).
 
     Args:
         ranks: The ranks of the caller's group.
@@ -192,7 +205,9 @@ def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
         try:
             if backend == "gloo":
                 store = _MeetingStore(ranks.store(), peers, deadline)
-                made.append(dist.ProcessGroupGloo(store, ranks.rank, ranks.size, timeout))
+                for lane in range(LANES if ranks.size <= MAX_LANES_WORLD else 1):
+                    prefixed = dist.distributed_c10d.PrefixStore(f"lane {lane}", store)
+                    made.append(dist.ProcessGroupGloo(prefixed, ranks.rank, ranks.size, timeout))
             else:
                 members = dist.get_process_group_ranks(process_group)
                 made.append(dist.new_group(members, timeout=timeout, backend=backend))
@@ -215,4 +230,4 @@ def duplicate(ranks: TorchRanks, peers: Peers, deadline: float) -> Any:
         if isinstance(error, RuntimeError) and _timed_out(error):
             raise TransportTimeout(f"found the deadline passed as the group was duplicated ({error})") from error
         raise TransportError(f"found that the group cannot be duplicated ({error}), wanted a duplicate") from error
-    return made[0]
+    return made

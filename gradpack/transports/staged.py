@@ -242,9 +242,9 @@ class StagedTransport(Transport):
                 call.packer.agree_logical(index for index in range(count) if len({tuple(order) for order in orders[index]}) > 1)
                 call.arrays.pack_logically(call.packer.logical)
             presence = [bytes.fromhex(found.present) for found in details]
-        self._expected.agreed(mine.fingerprint, payload_room(call.packer.layout))
         if not same_presence:
             self._agree_presence(run, presence)
+        self._expected.agreed(mine.fingerprint, payload_room(run.planned.layout))
         return same_walk and same_presence
 
     def _agree_presence(self, run: Run, presence: list[bytes]) -> None:
