@@ -71,14 +71,21 @@ class GroupState:
 
     @contextmanager
     def call(self, operation: str) -> Iterator[None]:
-        """Guards one call: one thread at a time, a group that still works.
+        """Guards one call: one thread at a time, a group that still works, and that an interruption breaks.
 
         Raises:
             TransportError: One of these does not hold.
         """
         with self.entered(operation):
             self.check_working(operation)
-            yield
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as interruption:
+                # The other ranks may be in this call already: a later one of ours must not meet theirs.
+                self.break_(interruption)
+                raise
 
     def check_working(self, operation: str) -> None:
         """Raises the first cause where the group is broken.

@@ -37,10 +37,6 @@ def refusals(operation: str, state: GroupState) -> Iterator[None]:
                 # The caller's own mistake is what must be seen; that the others could not be told is its context.
                 raise refusal from error
         raise
-    except BaseException as interruption:
-        # The other ranks may be in this call already: a later one of ours must not meet theirs.
-        state.break_(interruption)
-        raise
 
 
 def select(operation: str, state: GroupState, requested: str, timeout: float | None = None) -> Transport:

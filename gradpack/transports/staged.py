@@ -113,9 +113,9 @@ class StagedTransport(Transport):
     @contextmanager
     def _guarded(self, operation: str) -> Iterator[None]:
         """Breaks the group where a call ends with its collectives under way, and names the call in what the transport raises."""
-        self.calls += 1
-        self._peers.enter(self.calls)
         try:
+            self.calls += 1
+            self._peers.enter(self.calls)
             self._peers.check()
             yield
         except LayoutMismatch:
@@ -244,7 +244,8 @@ class StagedTransport(Transport):
             presence = [bytes.fromhex(found.present) for found in details]
         if not same_presence:
             self._agree_presence(run, presence)
-        self._expected.agreed(mine.fingerprint, payload_room(run.planned.layout))
+        # Of a broadcast only one rank's bytes count, and an opening carries those of all.
+        self._expected.agreed(mine.fingerprint, payload_room(run.planned.layout) if call.root is None else 0)
         return same_walk and same_presence
 
     def _agree_presence(self, run: Run, presence: list[bytes]) -> None:
