@@ -157,10 +157,13 @@ def describe(collected: Collected) -> _C.Arrays:
         BuildError: The arrays are on a device that this build cannot reach.
     """
     follow_threads()
-    protocol = str(settings.get("GRADPACK_ARRAY_PROTOCOL"))
-    described = _C.describe(
-        collected.objects, collected.operation, collected.argument, collected.names, collected.parameters, protocol
-    )
+    try:
+        described = _described(collected)
+    except BufferError:
+        # Looked for only once refused: asking every gradient of every call would cost more than the description.
+        if not _resolve_lazy_gradients(collected):
+            raise
+        described = _described(collected)
     if described.num_absent and len({id(found) for found in collected.objects}) < len(collected.objects):
         # Two that are there share memory, which is refused already; two that are absent would once they are materialised.
         raise LayoutError(f"{collected.operation}: {collected.argument}: found a Parameter twice, wanted each once")
@@ -170,6 +173,30 @@ def describe(collected: Collected) -> _C.Arrays:
             f"{collected.operation}: {collected.argument}: found arrays on {device}:{index}, wanted cpu: built without CUDA"
         )
     return described
+
+
+def _described(collected: Collected) -> _C.Arrays:
+    protocol = str(settings.get("GRADPACK_ARRAY_PROTOCOL"))
+    return _C.describe(
+        collected.objects, collected.operation, collected.argument, collected.names, collected.parameters, protocol
+    )
+
+
+def _resolve_lazy_gradients(collected: Collected) -> bool:
+    """Gives Parameters whose gradient autograd left as a lazy conjugate or negative one that holds its values; whether any had.
+
+    A new one, not the memory underneath: whoever else holds a view of that would see other values.
+    """
+    torch = _torch()
+    if torch is None or collected.parameters != "grad":
+        return False
+    found = False
+    for parameter in collected.objects:
+        grad = parameter.grad if isinstance(parameter, torch.nn.Parameter) else None
+        if grad is not None and (grad.is_conj() or grad.is_neg()):
+            parameter.grad = grad.detach().resolve_conj().resolve_neg()
+            found = True
+    return found
 
 
 def follow_threads() -> None:

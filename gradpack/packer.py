@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ class Packer:
         self.fingerprints: dict[tuple[str, int | None], bytes] = {}
         self._plans: OrderedDict[frozenset[int], Planned] = OrderedDict()
         self._walk_digest: bytes | None = None
+        self._names: tuple[str, ...] = ()
+        self._names_digest = bytes(16)
         self.planned(frozenset())
 
     @property
@@ -87,6 +89,15 @@ class Packer:
                 [(index, spec.order) for index, spec in enumerate(self.specs) if spec.order and index not in logical]
             )
         return self._walk_digest
+
+    def names_digest(self, names: Sequence[str] | None) -> bytes:
+        """16 bytes that are equal where gradients have the same names in the same order; zeros where they have none."""
+        if names is None:
+            return bytes(16)
+        found = tuple(names)
+        if self._names != found:
+            self._names, self._names_digest = found, digest(list(found))
+        return self._names_digest
 
     def agree_logical(self, indices: Iterable[int]) -> None:
         """From now on the gradients ``indices`` are walked in logical order: their memory order differs between ranks."""

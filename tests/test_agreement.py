@@ -320,3 +320,34 @@ def test_missing_gradients_are_made_in_the_order_that_was_planned() -> None:
 def test_settings_that_shape_traffic_must_be_equal() -> None:
     messages = run_ranks(slot_bytes, 2)
     assert messages[0] == "allreduce: GRADPACK_SLOT_BYTES: 65536 here, 131072 on rank 1"
+
+
+def named(rank: int, world: int, listed: list[list[str] | None]) -> str:
+    grads = [torch.full((3,), float(rank)), torch.full((3,), 10.0 * rank)]
+    try:
+        gradpack.allreduce(grads, names=listed[rank], op="sum")
+    except gradpack.LayoutMismatch as error:
+        assert_same(grads[0], torch.full((3,), float(rank)))
+        gradpack.allreduce(grads, names=["a", "b"] if listed[rank] else None)
+        return str(error)
+    assert_same(grads[1], torch.full((3,), 10.0 * sum(range(world))))
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        ([["a", "b"], ["b", "a"]], ["'a' here, 'b' on rank 1", "'b' here, 'a' on rank 0"]),
+        ([["a", "b"], None, ["a", "c"]], ["'b' here, no name on rank 1, 'c' on rank 2"]),
+        ([None, ["a", "b"], ["a", "b"]], None),
+        ([["a", "b"], ["a", "b"]], None),
+    ],
+)
+def test_names_that_differ_are_no_sum(listed: list[list[str] | None], found: list[str] | None) -> None:
+    """Layers of one shape in another order would be added up without a word."""
+    messages = run_ranks(named, len(listed), listed)
+    if found is None:
+        assert set(messages) == {""}
+    else:
+        assert all(message.endswith(text) for message, text in zip(messages, found, strict=False)), messages
+        assert all(message.startswith("allreduce: grads[") for message in messages)

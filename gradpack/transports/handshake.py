@@ -35,7 +35,7 @@ PROTOCOL = 1
 PRESENCE_GRADIENTS = 4096
 """Gradients whose presence fits into the header; longer lists need the details where ranks differ."""
 
-_STRUCT = struct.Struct("<8sIIQ16s16s16s")
+_STRUCT = struct.Struct("<8sIIQ16s16s16s16s")
 _MAGIC = b"gradpack"
 HEADER_BYTES = 640
 """Bytes of a header on the wire: the fields, the presence bits and room to the next multiple of a cache line."""
@@ -50,6 +50,7 @@ class Header:
         count: Number of gradients.
         fingerprint: Of everything that must be equal.
         walk: Digest of the orders in which the gradients are walked.
+        names: Digest of the names of the gradients, or zeros where they have none.
         present: One bit for each gradient, least significant first.
     """
 
@@ -57,13 +58,14 @@ class Header:
     count: int
     fingerprint: bytes
     walk: bytes
+    names: bytes
     present: bytes
     presence: bytes = b""
 
     def encode(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
         presence = digest(self.present.hex())
-        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.count, self.fingerprint, self.walk, presence)
+        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.count, self.fingerprint, self.walk, self.names, presence)
         return (fields + self.present[: PRESENCE_GRADIENTS // 8]).ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
@@ -73,7 +75,7 @@ class Header:
         Raises:
             LayoutMismatch: The bytes are no header of this version of gradpack.
         """
-        magic, protocol, refused, count, fingerprint, walk, presence = _STRUCT.unpack_from(data)
+        magic, protocol, refused, count, fingerprint, walk, names, presence = _STRUCT.unpack_from(data)
         if magic != _MAGIC or protocol != PROTOCOL:
             raise LayoutMismatch(
                 f"found a header of protocol {protocol} ({magic!r}), wanted {PROTOCOL} ({_MAGIC!r}): "
@@ -81,7 +83,7 @@ class Header:
             )
         bits = min(count, PRESENCE_GRADIENTS)
         present = data[_STRUCT.size : _STRUCT.size + (bits + 7) // 8]
-        return Header(bool(refused), count, fingerprint, walk, present, presence)
+        return Header(bool(refused), count, fingerprint, walk, names, present, presence)
 
 
 def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, slot_bytes: int) -> bytes:
@@ -107,6 +109,7 @@ class Details:
         settings: What must be equal, by the name of the argument, in the order in which differences are named.
         specs: Shape and dtype of each gradient, as messages print them.
         orders: Memory order of each gradient.
+        names: Name of each gradient; none where the rank gave none.
         present: Hexadecimal presence bits of all gradients.
     """
 
@@ -114,6 +117,7 @@ class Details:
     settings: dict[str, Any]
     specs: list[str]
     orders: list[list[int]]
+    names: list[str]
     present: str
 
     @staticmethod
@@ -123,25 +127,34 @@ class Details:
             text = f": {reason}"
         except Exception:
             text = " that cannot be printed"
-        return Details(f"{type(reason).__name__}{text}", {}, [], [], "")
+        return Details(f"{type(reason).__name__}{text}", {}, [], [], [], "")
 
     @staticmethod
     def of_gather(operation: str) -> Details:
         """The details of a rank in a call that moves no arrays."""
-        return Details(None, {"kind of call": operation}, [], [], "")
+        return Details(None, {"kind of call": operation}, [], [], [], "")
 
     @staticmethod
-    def of_call(kind: str, root: int | None, packer: Packer, options: Options, slot_bytes: int, present: bytes) -> Details:
+    def of_call(
+        kind: str,
+        root: int | None,
+        packer: Packer,
+        options: Options,
+        slot_bytes: int,
+        names: Sequence[str] | None,
+        present: bytes,
+    ) -> Details:
         """The details of a rank that wants to go on."""
         settings = {"kind of call": kind, "root": root, "op": options.op, "compress": options.compress}
         settings |= dict(packer.layout.policy)
         settings |= {"missing": options.missing, "GRADPACK_SLOT_BYTES": slot_bytes}
         specs = [str(spec) for spec in packer.specs]
-        return Details(None, settings, specs, [list(spec.order) for spec in packer.specs], present.hex())
+        return Details(None, settings, specs, [list(spec.order) for spec in packer.specs], list(names or ()), present.hex())
 
     def encode(self) -> bytes:
         """The details as bytes, of any length."""
-        return json.dumps([self.refusal, self.settings, self.specs, self.orders, self.present], separators=(",", ":")).encode()
+        found = [self.refusal, self.settings, self.specs, self.orders, self.names, self.present]
+        return json.dumps(found, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> Details:
@@ -188,6 +201,12 @@ def check_details(operation: str, argument: str, details: Sequence[Details], ran
         if found is not None:
             name = f" {labels[index]!r}" if labels is not None and index < len(labels) else ""
             raise LayoutMismatch(f"{operation}: {argument}[{index}]{name}: {found}")
+    # A rank that gave no names agrees with all.
+    for index in range(max(len(other.names) for other in details)):
+        given = {other.names[index] for other in details if other.names}
+        if len(given) > 1:
+            found = _differing([repr(other.names[index]) if other.names else "no name" for other in details], rank)
+            raise LayoutMismatch(f"{operation}: {argument}[{index}]: {found}")
 
 
 def missing_on_some(presence: Sequence[bytes], count: int) -> tuple[list[int], list[int], list[int]]:

@@ -90,7 +90,7 @@ class StagedTransport(Transport):
     def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
         """See ``Transport.refuse``."""
         deadline = self._deadline(timeout)
-        header = Header(True, 0, bytes(16), bytes(16), b"")
+        header = Header(True, 0, bytes(16), bytes(16), bytes(16), b"")
         with self._guarded(operation):
             self._expected_payload()
             self._start_opening(header, deadline).wait(deadline)
@@ -99,7 +99,7 @@ class StagedTransport(Transport):
     def gather(self, operation: str, data: bytes, timeout: float | None) -> list[bytes]:
         """See ``Transport.gather``."""
         deadline = self._deadline(timeout)
-        header = Header(False, 0, handshake.fingerprint_of_gather(operation, self._state.size), bytes(16), b"")
+        header = Header(False, 0, handshake.fingerprint_of_gather(operation, self._state.size), bytes(16), bytes(16), b"")
         with self._guarded(operation):
             self._expected_payload()
             self._start_opening(header, deadline).wait(deadline)
@@ -211,7 +211,8 @@ class StagedTransport(Transport):
         fingerprint = handshake.fingerprint_of(
             call.kind, call.root, call.packer, call.options, self._state.size, self._staging.slot_bytes
         )
-        header = Header(False, len(call.arrays), fingerprint, call.packer.walk_digest(), call.arrays.present)
+        names = call.packer.names_digest(call.collected.names)
+        header = Header(False, len(call.arrays), fingerprint, call.packer.walk_digest(), names, call.arrays.present)
         if call.kind == "allreduce" or call.root == self._state.rank:
             for part in payload:
                 run.planned.plan.pack(call.arrays, part.stream, part.begin, part.end, self._buffer, base + part.offset)
@@ -230,9 +231,10 @@ class StagedTransport(Transport):
         count = len(call.arrays)
         agreed = all(not header.refused and header.fingerprint == mine.fingerprint for header in headers)
         same_walk = all(header.walk == mine.walk for header in headers)
+        same_names = len({header.names for header in headers if any(header.names)}) < 2
         same_presence = all(header.presence == mine.presence for header in headers)
         presence = [header.present for header in headers]
-        if not agreed or not same_walk or (not same_presence and count > handshake.PRESENCE_GRADIENTS):
+        if not agreed or not same_walk or not same_names or (not same_presence and count > handshake.PRESENCE_GRADIENTS):
             details = self._details(run)
             handshake.check_details(operation, call.collected.argument, details, self._state.rank, call.collected.names)
             if not agreed:
@@ -269,7 +271,9 @@ class StagedTransport(Transport):
 
     def _details(self, run: Run) -> list[Details]:
         call = run.call
-        mine = Details.of_call(call.kind, call.root, call.packer, call.options, self._staging.slot_bytes, call.arrays.present)
+        mine = Details.of_call(
+            call.kind, call.root, call.packer, call.options, self._staging.slot_bytes, call.collected.names, call.arrays.present
+        )
         return [Details.decode(data) for data in self._exchange(mine.encode(), run.deadline)]
 
     def _exchange(self, data: bytes, deadline: float) -> list[bytes]:
