@@ -36,7 +36,7 @@ class ExpectedPayload:
 
     Args:
         least: The payload where nothing is known.
-        most: Calls of more than this go through the slots.
+        most: Calls of more than this go through the slots too.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -53,9 +53,9 @@ class ExpectedPayload:
 
     def agreed(self, fingerprint: bytes, nbytes: int) -> None:
         """All ranks agreed on the call that ``take`` was asked for."""
-        if self._before is not None:
-            fits = nbytes <= self._most and self._least > 0
-            self._follows[self._before] = max(nbytes, _SMALLEST_BYTES) if fits else self._least
+        if self._before is not None and self._most:
+            # Of a call that goes through the slots anyway, the opening takes what it can while the first slots are filled.
+            self._follows[self._before] = max(nbytes, _SMALLEST_BYTES) if nbytes <= self._most else self._most // 2
             self._follows.move_to_end(self._before)
             if len(self._follows) > _REMEMBERED:
                 self._follows.popitem(last=False)
