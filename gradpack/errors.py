@@ -16,6 +16,8 @@ __all__ = [
     "PeerLost",
     "TransportError",
     "TransportTimeout",
+    "described",
+    "renamed",
 ]
 
 
@@ -50,6 +52,20 @@ class TransportTimeout(TransportError, TimeoutError):
 
 class PeerLost(TransportError):
     """A rank's process is gone."""
+
+
+def renamed(error: TransportError, text: str) -> TransportError:
+    """An error of the same class of gradpack's with another text: subclasses of others may take other arguments."""
+    kind = next(kind for kind in (TransportTimeout, PeerLost, TransportError) if isinstance(error, kind))
+    return kind(text)
+
+
+def described(error: BaseException) -> str:
+    """``class: text`` of an error, whatever its ``__str__`` does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} that cannot be printed"
 
 
 class DesyncError(GradpackError):

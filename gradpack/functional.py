@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,7 +154,7 @@ def broadcast(
 
     Args:
         tensors: As for ``allreduce``; a ``Parameter`` stands for its value, and a module brings its buffers too. Bytes are
-            copied as they are, so every dtype is taken, bool too.
+            copied as they are, so bool is taken too.
         root: The rank of the group whose values count.
         optimizer: A ``torch.optim.Optimizer`` whose state is made equal too. Ranks need not have any state yet: the shape of
             the root's is sent first. It is loaded last, once everything has arrived.
@@ -179,13 +180,13 @@ def broadcast(
     if optimizer is None:
         result = entry.run(tensors, group, names, root, arguments)
     else:
-        result = _with_optimizer(entry, tensors, optimizer, names, root, group, arguments)
+        result = groups.together(_with_optimizer, group, entry, tensors, optimizer, names, root, arguments)
     assert isinstance(result, Result)
     return result
 
 
 def _with_optimizer(
-    entry: _Entry, values: Any, optimizer: Any, names: Iterable[str] | None, root: int, group: Any, arguments: dict[str, Any]
+    group: Any, entry: _Entry, values: Any, optimizer: Any, names: Iterable[str] | None, root: int, arguments: dict[str, Any]
 ) -> Result | Handle:
     """Broadcasts the arrays and the optimizer's state: its structure first, whose shape only the root knows, then all tensors.
 
@@ -263,6 +264,7 @@ def plan(
         bytes_per_pack=options.bytes_per_pack,
         cut=options.cut,
         compress=options.compress,
+        operation="plan",
     )
 
 
@@ -324,7 +326,7 @@ def explain(
         >>> print(gradpack.explain(model, splits=4))  # doctest: +SKIP
     """
     state = groups.resolve("explain", group)
-    with state.call("explain"):
+    with state.call("explain", counts=False):
         options = Options.make(
             "explain", splits=splits, compress=compress, bytes_per_pack=bytes_per_pack, cut=cut, transport=transport
         )
@@ -349,7 +351,7 @@ def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C
     if packer is None:
         if collected.parameters == "grad":
             arrays.check_arithmetic(collected, described, options.op)
-        packer = Packer(described.key, arrays.specs_of(described), options)
+        packer = Packer(described.key, arrays.specs_of(described), options, collected.operation)
     state.packers[key] = packer
     if len(state.packers) > _MAX_PACKERS:
         del state.packers[next(iter(state.packers))]
@@ -368,10 +370,10 @@ class _Entry:
         self, values: Any, group: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
     ) -> Result | Handle:
         """Checks everything, then carries the call out; a refusal reaches the other ranks before it is raised."""
-        return groups.untraced(self._run, values, group, names, root, arguments)
+        return groups.together(self._run, group, values, names, root, arguments)
 
     def _run(
-        self, values: Any, group: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
+        self, group: Any, values: Any, names: Iterable[str] | None, root: int | None, arguments: dict[str, Any]
     ) -> Result | Handle:
         state = groups.resolve(self.operation, group)
         with state.call(self.operation):
@@ -391,15 +393,19 @@ class _Entry:
     ) -> Call:
         options = Options.make(self.operation, **arguments)
         settings.get("GRADPACK_SLOT_BYTES")
+        settings.get("GRADPACK_HOST_TIMEOUT")
+        _C.simd_name()
         if self.parameters == "value":
-            if isinstance(root, bool) or not isinstance(root, int):
+            if isinstance(root, bool) or not hasattr(root, "__index__"):
                 raise TypeError(f"{self.operation}: root: found {root!r} ({type(root).__name__}), wanted a rank of the group")
+            root = operator.index(root)
             if not 0 <= root < state.size:
                 raise ValueError(f"{self.operation}: root: found {root}, wanted a rank from 0 to {state.size - 1}")
         collected = arrays.collect(self.operation, self.argument, values, names=names, parameters=self.parameters)
         described = arrays.describe(collected)
         packer = _packer(state, collected, described, options)
-        return Call("allreduce" if root is None else "broadcast", root, collected, described, packer, options)
+        kind = "allreduce" if root is None else "broadcast"
+        return Call(state.calls, kind, root, collected, described, packer, options)
 
     def _run_alone(self, state: groups.GroupState, call: Call) -> Result | Handle:
         nonfinite = None

@@ -6,21 +6,20 @@ import atexit
 import ctypes
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from gradpack import ranks
-from gradpack.errors import TransportError
+from gradpack.errors import TransportError, described
 from gradpack.peers import Peers
 from gradpack.ranks import Ranks
 from gradpack.result import Handle, Result
 
-__all__ = ["GroupState", "close", "resolve", "untraced"]
+__all__ = ["GroupState", "close", "resolve", "together"]
 
 
 class _Resource(Protocol):
@@ -44,13 +43,14 @@ class GroupState:
         self.rank = members.rank
         self.size = members.size
         self.timeout = members.timeout
+        self.calls = 0
         self._broken: str | None = None
+        self._told = False
         self.packers: dict[Any, Any] = {}
         self.peers: Peers | None = None
         self._resources: dict[str, _Resource] = {}
-        self._inside = threading.Lock()
+        self._inside: dict[str, object] = {}
         self._worker: ThreadPoolExecutor | None = None
-        self._pending: set[Future[Result]] = set()
         self._unreported: list[Future[Result]] = []
 
     @contextmanager
@@ -60,32 +60,39 @@ class GroupState:
         Raises:
             TransportError: Another thread is inside.
         """
-        if not self._inside.acquire(blocking=False):
-            raise TransportError(
-                f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
-            )
+        mine = object()
+        # Not a lock: a signal between taking it and the try would leave it taken for ever. Setting a default is atomic.
         try:
+            if self._inside.setdefault("call", mine) is not mine:
+                raise TransportError(
+                    f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
+                )
             yield
         finally:
-            self._inside.release()
+            try:
+                self._leave(mine)
+            finally:
+                self._leave(mine)  # an interruption may have kept the first from it
+
+    def _leave(self, mine: object) -> None:
+        if self._inside.get("call") is mine:
+            self._inside.pop("call", None)
 
     @contextmanager
-    def call(self, operation: str) -> Iterator[None]:
-        """Guards one call: one thread at a time, a group that still works, and that an interruption breaks.
+    def call(self, operation: str, *, counts: bool = True) -> Iterator[None]:
+        """Guards one call: one thread at a time, a group that still works.
+
+        Args:
+            operation: Name of the call, for messages.
+            counts: Whether every rank makes it.
 
         Raises:
             TransportError: One of these does not hold.
         """
         with self.entered(operation):
             self.check_working(operation)
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException as interruption:
-                # The other ranks may be in this call already: a later one of ours must not meet theirs.
-                self.break_(interruption)
-                raise
+            self.calls += counts
+            yield
 
     def check_working(self, operation: str) -> None:
         """Raises the first cause where the group is broken.
@@ -104,13 +111,15 @@ class GroupState:
 
         Only its text is kept: its traceback would keep everything alive that the call held.
         """
-        if self._broken is not None:
+        self._broken = self._broken or described(cause)
+        # Whoever interrupts this, too, comes by here again on the way out.
+        if self._told:
             return
-        self._broken = f"{type(cause).__name__}: {cause}"
         if self.peers is not None:
             self.peers.give_up(cause)
         if self.peers is None or not self.peers.met:
             self.ranks.abandon(cause)
+        self._told = True
 
     def resource(self, name: str, make: Callable[[], _Made]) -> _Made:
         """The resource of that name, made at first use and closed with the group."""
@@ -123,7 +132,6 @@ class GroupState:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradpack")
         future = self._worker.submit(run)
-        self._pending.add(future)
         self._unreported.append(future)
         _owing.add(self)
         # Weak: the future keeps its callbacks, and would keep the state.
@@ -131,10 +139,8 @@ class GroupState:
 
         def done(finished: Future[Result]) -> None:
             owner = state()
-            if owner is not None:
-                owner._pending.discard(finished)
-                if finished.exception() is None:
-                    owner._reported(finished)
+            if owner is not None and finished.exception() is None:
+                owner._reported(finished)
 
         def reported() -> None:
             owner = state()
@@ -152,8 +158,8 @@ class GroupState:
 
     def drain(self) -> None:
         """Waits until the worker has nothing left to do: calls run in the order in which they were made."""
-        for future in list(self._pending):
-            future.exception()
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
 
     def raise_unreported(self) -> None:
         """Waits until the worker has nothing left to do, then raises what a background call found and nobody waited for.
@@ -170,8 +176,12 @@ class GroupState:
             if error is not None:
                 raise error
 
-    def close(self) -> None:
-        """Ends the worker, closes the transports and forgets the plans; the next call on the group makes new ones."""
+    def close(self, *, again: bool = True) -> None:
+        """Ends the worker, closes the transports and forgets the plans.
+
+        Args:
+            again: Whether the next call on the group may make new ones.
+        """
         self.drain()
         if self._worker is not None:
             self._worker.shutdown(wait=True)
@@ -182,9 +192,10 @@ class GroupState:
         peers, self.peers = self.peers, None
         if peers is not None:
             peers.close()
-        self.ranks.renew()
+        if again:
+            self.ranks.renew()
         self.packers.clear()
-        self._broken = None
+        self.calls, self._broken, self._told = 0, None, False
 
 
 class _ByIdentity(Generic[_Value]):
@@ -261,6 +272,21 @@ def untraced(function: Callable[..., _Returned], *arguments: Any) -> _Returned:
     return found
 
 
+def together(function: Callable[..., _Returned], group: Any, *arguments: Any) -> _Returned:
+    """Calls ``function(group, *arguments)``, which all ranks of the group call together; an interruption inside breaks the group.
+
+    Wherever inside it comes: the other ranks may be in this call already, and a later one of ours must not meet theirs.
+    """
+    try:
+        return untraced(function, group, *arguments)
+    except Exception:
+        raise
+    except BaseException as interruption:
+        with suppress(TransportError, TypeError):
+            resolve("interruption", group).break_(interruption)
+        raise
+
+
 def close(group: Any = None) -> None:
     """Releases what gradpack keeps for a group: staging, the duplicate group, the worker thread, plans.
 
@@ -297,7 +323,7 @@ def _at_exit() -> None:
     for state in {*_states.values(), *_owing}:
         try:
             with state.entered("exit"):
-                state.close()
+                state.close(again=False)
                 state.raise_unreported()
         except Exception as error:
             warnings.warn(f"gradpack: a call was left behind at exit: {error!r}", RuntimeWarning, stacklevel=1)

@@ -220,6 +220,7 @@ def plan_layout(
     compress: str | None = None,
     alignment: int = 1,
     absent: Iterable[int] = (),
+    operation: str = "plan_layout",
 ) -> Layout:
     """Plans the packs of a list of gradients.
 
@@ -232,6 +233,7 @@ def plan_layout(
         compress: ``None``, ``"fp16"`` or ``"bf16"``: the wire dtype of float32 and float64 gradients.
         alignment: Bytes; cuts move down to a multiple of it, so that every pack but the last of a group fills whole lines.
         absent: Gradients that take no part: in ``specs`` and in the fingerprint, in no pack.
+        operation: Name of the call, for messages.
 
     Returns:
         The layout. Every element of every gradient that is not absent is in exactly one pack.
@@ -251,22 +253,22 @@ def plan_layout(
         ("alignment", alignment),
     ):
         if value < 1:
-            raise ValueError(f"plan_layout: {argument}: found {value}, wanted a positive integer")
+            raise ValueError(f"{operation}: {argument}: found {value}, wanted a positive integer")
     if splits > MAX_PACKS:
-        raise ValueError(f"plan_layout: splits: found {splits}, wanted at most {MAX_PACKS}")
+        raise ValueError(f"{operation}: splits: found {splits}, wanted at most {MAX_PACKS}")
     if cut not in ("even", "gradient"):
-        raise ValueError(f"plan_layout: cut: found {cut!r}, wanted 'even' or 'gradient'")
+        raise ValueError(f"{operation}: cut: found {cut!r}, wanted 'even' or 'gradient'")
     if compress not in COMPRESS:
-        raise ValueError(f"plan_layout: compress: found {compress!r}, wanted one of {', '.join(map(repr, COMPRESS))}")
+        raise ValueError(f"{operation}: compress: found {compress!r}, wanted one of {', '.join(map(repr, COMPRESS))}")
     if alignment > 1 and cut == "gradient":
-        raise ValueError(f"plan_layout: alignment: found {alignment} with cut='gradient', wanted 1 or cut='even'")
+        raise ValueError(f"{operation}: alignment: found {alignment} with cut='gradient', wanted 1 or cut='even'")
     specs = tuple(specs)
     left_out = frozenset(absent)
     for index, spec in enumerate(specs):
         if min(spec.shape, default=0) < 0:
-            raise ValueError(f"plan_layout: specs[{index}]: found shape {spec.shape}, wanted sizes that are not negative")
+            raise ValueError(f"{operation}: specs[{index}]: found shape {spec.shape}, wanted sizes that are not negative")
     if not left_out <= frozenset(range(len(specs))):
-        raise ValueError(f"plan_layout: absent: found {sorted(left_out)}, wanted indices from 0 to {len(specs) - 1}")
+        raise ValueError(f"{operation}: absent: found {sorted(left_out)}, wanted indices from 0 to {len(specs) - 1}")
     members: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         if index not in left_out:
@@ -283,7 +285,7 @@ def plan_layout(
             size = max(1, bytes_per_pack // itemsize)
             if total // size > MAX_PACKS:
                 least = -(-total // MAX_PACKS) * itemsize
-                raise ValueError(f"plan_layout: bytes_per_pack: found {bytes_per_pack}, wanted {least} or more here")
+                raise ValueError(f"{operation}: bytes_per_pack: found {bytes_per_pack}, wanted {least} or more here")
             cuts = [*range(0, total, size), total] if total else [0, 0]
         if cut == "gradient":
             cuts = _move_to_gradients(cuts, offsets)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
+from typing import Any
 
 from gradpack.dtypes import COMPRESS
 
@@ -49,10 +51,12 @@ def _seconds(operation: str, argument: str, value: object) -> float | None:
         return None
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # A Real is what NumPy's scalars are too.
+    if isinstance(value, bool) or not isinstance(value, Real):
         kind = type(value).__name__
         raise TypeError(f"{operation}: {argument}: found {value!r} ({kind}), wanted seconds, a timedelta or None")
-    if not 0 < value <= MAX_SECONDS:
+    number: Any = value
+    if not 0 < number <= MAX_SECONDS:
         raise ValueError(f"{operation}: {argument}: found {value!r}, wanted a positive number of seconds, {MAX_SECONDS} at most")
     return float(value)
 

@@ -38,10 +38,12 @@ class Packer:
         key: ``Arrays.key`` of the arrays.
         specs: Their description.
         options: How to pack them.
+        operation: Name of the call that asks, for messages.
     """
 
-    def __init__(self, key: bytes, specs: Iterable[ArraySpec], options: Options) -> None:
+    def __init__(self, key: bytes, specs: Iterable[ArraySpec], options: Options, operation: str) -> None:
         self._key = key
+        self._operation = operation
         self._options = options
         self.specs = tuple(specs)
         self.logical: tuple[int, ...] = ()
@@ -69,6 +71,7 @@ class Packer:
                 cut=options.cut,
                 compress=options.compress,
                 absent=absent,
+                operation=self._operation,
             )
             streams = [
                 (group.dtype, group.wire, group.gradients, [self.specs[index].numel for index in group.gradients])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from gradpack import _C, settings
-from gradpack.errors import PeerLost, TransportError, TransportTimeout
+from gradpack.errors import PeerLost, TransportError, TransportTimeout, described
 
 __all__ = ["LOOK_SECONDS", "Peers", "ranks_text"]
 
@@ -49,23 +49,33 @@ class Peers:
         self.met = False
         self._call = 0
         self._step = 0
-        seconds = float(str(settings.get("GRADPACK_HOST_TIMEOUT")))
+        try:
+            seconds = float(str(settings.get("GRADPACK_HOST_TIMEOUT")))
+        except ValueError:
+            # Each call refuses such a setting before it comes here; telling the other ranks so takes connections.
+            seconds = float(settings.SETTINGS["GRADPACK_HOST_TIMEOUT"].default)
         self._native = _C.Peers(rank, size, seconds, os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
-    def meet(self, allgather: Callable[[bytes, float], list[bytes]], deadline: float) -> None:
+    def meet(self, allgather: Callable[[bytes, float], list[bytes]], check: Callable[[], None], deadline: float) -> None:
         """Connects to all ranks. Every rank of the group must call it.
 
         Args:
             allgather: Collects bytes of all ranks, in rank order, until ``time.monotonic()`` passes a deadline.
+            check: Raises what the group itself knows to make it hopeless.
             deadline: When to give up.
 
         Raises:
             TransportTimeout: Some ranks did not come, or cannot be reached.
             TransportError: As ``allgather``; a rank gave up.
         """
-        self._native.connect(allgather(self._native.card(), deadline))
+        cards = allgather(self._native.card(), deadline)
+        try:
+            self._native.connect(cards)
+        except ValueError as error:
+            raise TransportError(f"found no card of each rank ({error}), wanted what each of them sent") from error
         while not self._native.wait_connected(LOOK_SECONDS):
             self.check()
+            check()
             if time.monotonic() > deadline:
                 raise TransportTimeout(
                     f"found {ranks_text(self._native.unreached())} unreachable at the deadline, wanted connections to all "
@@ -132,7 +142,7 @@ class Peers:
 
     def give_up(self, cause: BaseException) -> None:
         """Tells all ranks that this one makes no more calls on the group, and why."""
-        self._native.give_up(type(cause).__name__, str(cause))
+        self._native.give_up(type(cause).__name__, described(cause).partition(": ")[2])
 
     def close(self) -> None:
         """Says farewell and ends the connections."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
-from gradpack.errors import BuildError, PeerLost, TransportError, TransportTimeout
+from gradpack.errors import BuildError, PeerLost, TransportError, TransportTimeout, described
 from gradpack.options import MAX_SECONDS
 from gradpack.peers import LOOK_SECONDS, ranks_text
 
@@ -51,6 +53,14 @@ class Ranks(ABC):
         """
 
     @abstractmethod
+    def check(self) -> None:
+        """Raises what is known to make a meeting hopeless in which this rank has what it needs.
+
+        Raises:
+            TransportError: Another rank gave up before all had met.
+        """
+
+    @abstractmethod
     def abandon(self, cause: BaseException) -> None:
         """Tells the ranks that may be waiting in ``allgather``, now or later, that this one gave up before they met.
 
@@ -81,6 +91,7 @@ class TorchRanks(Ranks):
         self.size = dist.get_world_size(process_group)
         self.timeout = _torch_timeout(process_group)
         self._meeting: Any = None
+        self._reserved = 0
         self._exchanges = 0
 
     @property
@@ -95,6 +106,14 @@ class TorchRanks(Ranks):
             raise TransportError("gradpack: group: found a destroyed group, wanted a living one")
         return process_group
 
+    def _counter(self) -> Any:
+        import torch.distributed as dist
+
+        store: Any = dist.distributed_c10d._get_process_group_store(self.process_group)
+        if store is None:
+            raise TransportError("gradpack: group: found a process group without a store, wanted one to meet in")
+        return store
+
     def store(self) -> Any:
         """A store that only the ranks of this meeting use, over the group's own connection, so nobody may wait in it.
 
@@ -104,11 +123,9 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         if self._meeting is None:
-            store: Any = dist.distributed_c10d._get_process_group_store(self.process_group)
-            if store is None:
-                raise TransportError("gradpack: group: found a process group without a store, wanted one to meet in")
+            store = self._counter()
             counted = [f"gradpack/{self._name}/meetings of rank {peer}" for peer in range(self.size)]
-            own = store.add(counted[self.rank], 1)
+            own = self._reserved or store.add(counted[self.rank], 1)
             number = max(own, *(store.add(key, 0) for key in counted))
             if number > own:
                 store.add(counted[self.rank], number - own)
@@ -148,6 +165,15 @@ class TorchRanks(Ranks):
         self._raise_abandoned(store)
         return [bytes(store.get(key)) for key in keys]
 
+    def check(self) -> None:
+        """See ``Ranks.check``."""
+        try:
+            self._raise_abandoned(self.store())
+        except TransportError:
+            raise
+        except RuntimeError:
+            return  # the store is broken, which the connections to the other ranks explain better
+
     def _raise_abandoned(self, store: Any) -> None:
         if store.check(["abandoned"]):
             rank, name, text = bytes(store.get("abandoned")).decode(errors="replace").split("\n", 2)
@@ -158,12 +184,17 @@ class TorchRanks(Ranks):
 
     def abandon(self, cause: BaseException) -> None:
         """See ``Ranks.abandon``."""
+        name, _, text = described(cause).partition(": ")
         with suppress(RuntimeError):
-            self.store().set("abandoned", f"{self.rank}\n{type(cause).__name__}\n{cause}".encode())
+            self.store().set("abandoned", f"{self.rank}\n{name}\n{text}".encode(errors="replace"))
 
     def renew(self) -> None:
         """See ``Ranks.renew``."""
-        self._meeting = None
+        if self._meeting is not None:
+            self._meeting = None
+            # At once, so that a rank which comes late, and has met nobody yet, does not find the meeting that is over.
+            with suppress(RuntimeError):
+                self._reserved = self._counter().add(f"gradpack/{self._name}/meetings of rank {self.rank}", 1)
 
 
 class MPIRanks(Ranks):
@@ -179,6 +210,7 @@ class MPIRanks(Ranks):
         self.size = comm.Get_size()
         self.timeout = DEFAULT_SECONDS
         self._duplicate: Any = None
+        self._made: Any = None
 
     def duplicate(self, deadline: float) -> Any:
         """A communicator of the same ranks that nobody else uses, made once a meeting.
@@ -192,9 +224,12 @@ class MPIRanks(Ranks):
             comm = self._comm()
             if comm is None or comm == MPI.COMM_NULL:
                 raise TransportError("gradpack: group: found a communicator that is freed, wanted a living one")
-            self._duplicate, request = comm.Idup()
-            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+            # One that a meeting before this left unfinished is the one that the other ranks are about to make.
+            self._made = self._made or comm.Idup()
+            duplicate, request = self._made
             self._wait(request, deadline)
+            self._duplicate, self._made = duplicate, None
+            self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)
         return self._duplicate
 
     def allgather(self, data: bytes, deadline: float) -> list[bytes]:
@@ -215,6 +250,9 @@ class MPIRanks(Ranks):
                 raise TransportTimeout(f"found ranks absent at the deadline, wanted all {self.size} ranks here before it")
             time.sleep(pause)
             pause = min(pause + 0.0001, _POLL_SECONDS)
+
+    def check(self) -> None:
+        """See ``Ranks.check``."""
 
     def abandon(self, cause: BaseException) -> None:
         """See ``Ranks.abandon``."""
@@ -240,6 +278,7 @@ class ObjectRanks(Ranks):
     """
 
     def __init__(self, operation: str, group: Any) -> None:
+        self._orders: SimpleQueue[Callable[[], None] | None] | None = None
         try:
             self._group = weakref.ref(group)
         except TypeError:
@@ -255,7 +294,6 @@ class ObjectRanks(Ranks):
                 f"{operation}: group: found {type(group).__name__} whose timeout is {timeout!r}, wanted a positive number"
             )
         self.timeout = float(timeout)
-        self._worker: ThreadPoolExecutor | None = None
 
     @property
     def shards(self) -> bool:
@@ -267,10 +305,22 @@ class ObjectRanks(Ranks):
         group = self._group()
         if group is None:
             raise TransportError("gradpack: group: found a group that is gone, wanted a living one")
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradpack group")
+        if self._orders is None:
+            self._orders = SimpleQueue()
+            # A daemon: one that blocks for ever must not hold up the end of the process.
+            threading.Thread(target=_follow, args=(self._orders,), name="gradpack group", daemon=True).start()
         seconds = max(0.001, deadline - time.monotonic())
-        return self._worker.submit(self._run, getattr(group, verb), verb, argument, seconds)
+        future: Future[Sequence[Any]] = Future()
+        method = getattr(group, verb)
+
+        def order() -> None:
+            try:
+                future.set_result(self._run(method, verb, argument, seconds))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._orders.put(order)
+        return future
 
     def _run(self, method: Callable[..., Any], verb: str, argument: Any, seconds: float) -> Sequence[Any]:
         try:
@@ -291,14 +341,26 @@ class ObjectRanks(Ranks):
                 raise TransportTimeout(f"found ranks absent at the deadline, wanted all {self.size} ranks here before it")
         return [bytes(part) for part in future.result()]
 
+    def check(self) -> None:
+        """See ``Ranks.check``."""
+
     def abandon(self, cause: BaseException) -> None:
         """See ``Ranks.abandon``."""
 
     def renew(self) -> None:
         """See ``Ranks.renew``."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.shutdown(wait=False, cancel_futures=True)
+        orders, self._orders = self._orders, None
+        if orders is not None:
+            orders.put(None)
+
+    def __del__(self) -> None:
+        self.renew()
+
+
+def _follow(orders: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (order := orders.get()) is not None:
+        order()
+        del order
 
 
 def _is_bytes(value: Any) -> bool:

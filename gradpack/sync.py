@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ def barrier(group: Any = None, *, timeout: float | timedelta | None = None) -> N
     Example:
         >>> gradpack.barrier(timeout=60)  # doctest: +SKIP
     """
-    groups.untraced(_gather, "barrier", group, timeout, lambda: b"")
+    groups.together(_gather, group, "barrier", timeout, lambda: b"")
 
 
 def check_in_sync(
@@ -74,11 +74,11 @@ def check_in_sync(
         described = arrays.describe(found)
         return json.dumps([[str(spec) for spec in arrays.specs_of(described)], _checksums(described)]).encode()
 
-    state, everyone = groups.untraced(_gather, operation, group, timeout, checksums)
+    state, everyone = groups.together(_gather, group, operation, timeout, checksums)
     _compare(collected[0], [json.loads(data) for data in everyone], state.rank)
 
 
-def _gather(operation: str, group: Any, timeout: Any, make: Any) -> tuple[groups.GroupState, list[bytes]]:
+def _gather(group: Any, operation: str, timeout: Any, make: Callable[[], bytes]) -> tuple[groups.GroupState, list[bytes]]:
     """Meets all ranks of the group and collects what ``make`` makes on each; a refusal reaches the others before it is raised."""
     state = groups.resolve(operation, group)
     with state.call(operation):
@@ -93,7 +93,7 @@ def _gather(operation: str, group: Any, timeout: Any, make: Any) -> tuple[groups
 
 def _checksums(described: _C.Arrays) -> list[str]:
     """One checksum for each array, of its values in logical order: strides may differ between ranks."""
-    packer = Packer(described.key, arrays.specs_of(described), Options.make("check_in_sync", splits=1))
+    packer = Packer(described.key, arrays.specs_of(described), Options.make("check_in_sync", splits=1), "check_in_sync")
     described.pack_logically(range(len(described)))
     planned = packer.planned(frozenset())
     buffer = _C.Buffer(_CHUNK_BYTES)

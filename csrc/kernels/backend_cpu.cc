@@ -59,7 +59,7 @@ const CpuRuns* choose_runs() {
   if (wanted == "scalar") return kCpuRunsScalar;
   if (wanted == "avx2" && has_avx2()) return kCpuRunsAvx2;
   if (wanted == "avx512" && has_avx512()) return kCpuRunsAvx512;
-  raise(ErrorKind::kValue, "GRADPACK_SIMD: found '", setting, "', wanted one that this processor has: scalar",
+  raise(ErrorKind::kValue, "environment: GRADPACK_SIMD: found '", setting, "', wanted one that this processor has: scalar",
         has_avx2() ? ", avx2" : "", has_avx512() ? ", avx512" : "");
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradpack import settings
-from gradpack.errors import TransportError
+from gradpack.errors import TransportError, renamed
 from gradpack.groups import GroupState
 from gradpack.peers import Peers
 from gradpack.ranks import MPIRanks, ObjectRanks, TorchRanks
@@ -60,11 +60,11 @@ def _meet(operation: str, state: GroupState, timeout: float | None) -> StagedTra
     deadline = time.monotonic() + (state.timeout if timeout is None else timeout)
     try:
         peers = state.peers = Peers(state.rank, state.size)
-        peers.meet(state.ranks.allgather, deadline)
+        peers.meet(state.ranks.allgather, state.ranks.check, deadline)
         staging = Staging(state.size)
         return StagedTransport(state, peers, staging, _collectives(state, peers, staging, deadline))
     except TransportError as error:
-        named = type(error)(f"{operation}: first call on this group: {error}")
+        named = renamed(error, f"{operation}: first call on this group: {error}")
         state.break_(named)
         raise named from error.__cause__
     except BaseException as error:

@@ -20,6 +20,7 @@ class Call:
     """One call on its way through a transport.
 
     Attributes:
+        number: Which call on the group it is; the same on every rank.
         kind: ``"allreduce"`` or ``"broadcast"``.
         root: Rank whose values are broadcast, else None.
         collected: The arrays as the caller passed them.
@@ -29,6 +30,7 @@ class Call:
         began: ``time.perf_counter()`` when the call began.
     """
 
+    number: int
     kind: str
     root: int | None
     collected: Collected

@@ -64,11 +64,15 @@ class ByteGroupCollectives(Collectives):
 
         def place(found: Sequence[Any]) -> None:
             memory, at = memoryview(buffer), target
-            for peer, (part, nbytes) in enumerate(zip(found, sizes, strict=True)):
+            for peer, (part, nbytes) in enumerate(zip(map(bytes, found), sizes, strict=True)):
                 if len(part) != nbytes:
                     raise TransportError(
                         f"{verb} of the group: found {len(part)} bytes of rank {peer}, wanted {nbytes}: "
                         "its calls must come in the same order on every rank"
+                    )
+                if verb == "allgather" and peer == rank and part != argument:
+                    raise TransportError(
+                        f"{verb} of the group: found other bytes than this rank's at place {rank}, wanted rank order"
                     )
                 if peer != rank:
                     memory[at : at + nbytes] = part

@@ -35,7 +35,7 @@ PROTOCOL = 1
 PRESENCE_GRADIENTS = 4096
 """Gradients whose presence fits into the header; longer lists need the details where ranks differ."""
 
-_STRUCT = struct.Struct("<8sIIQ16s16s16s16s")
+_STRUCT = struct.Struct("<8sIIQQ16s16s16s16s")
 _MAGIC = b"gradpack"
 HEADER_BYTES = 640
 """Bytes of a header on the wire: the fields, the presence bits and room to the next multiple of a cache line."""
@@ -47,6 +47,7 @@ class Header:
 
     Attributes:
         refused: The rank refuses its own arguments.
+        call: Which call on the group it is for the rank.
         count: Number of gradients.
         fingerprint: Of everything that must be equal.
         walk: Digest of the orders in which the gradients are walked.
@@ -55,6 +56,7 @@ class Header:
     """
 
     refused: bool
+    call: int
     count: int
     fingerprint: bytes
     walk: bytes
@@ -65,7 +67,9 @@ class Header:
     def encode(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
         presence = digest(self.present.hex())
-        fields = _STRUCT.pack(_MAGIC, PROTOCOL, self.refused, self.count, self.fingerprint, self.walk, self.names, presence)
+        fields = _STRUCT.pack(
+            _MAGIC, PROTOCOL, self.refused, self.call, self.count, self.fingerprint, self.walk, self.names, presence
+        )
         return (fields + self.present[: PRESENCE_GRADIENTS // 8]).ljust(HEADER_BYTES, b"\0")
 
     @staticmethod
@@ -75,7 +79,7 @@ class Header:
         Raises:
             LayoutMismatch: The bytes are no header of this version of gradpack.
         """
-        magic, protocol, refused, count, fingerprint, walk, names, presence = _STRUCT.unpack_from(data)
+        magic, protocol, refused, call, count, fingerprint, walk, names, presence = _STRUCT.unpack_from(data)
         if magic != _MAGIC or protocol != PROTOCOL:
             raise LayoutMismatch(
                 f"found a header of protocol {protocol} ({magic!r}), wanted {PROTOCOL} ({_MAGIC!r}): "
@@ -83,14 +87,14 @@ class Header:
             )
         bits = min(count, PRESENCE_GRADIENTS)
         present = data[_STRUCT.size : _STRUCT.size + (bits + 7) // 8]
-        return Header(bool(refused), count, fingerprint, walk, names, present, presence)
+        return Header(bool(refused), call, count, fingerprint, walk, names, present, presence)
 
 
-def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, slot_bytes: int) -> bytes:
+def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, policy: dict[str, Any]) -> bytes:
     """16 bytes that are equal where the call may go on; kept in the packer, since every call needs it."""
     found = packer.fingerprints.get((kind, root))
     if found is None:
-        shaping = [PROTOCOL, kind, root, options.op, options.missing, options.compress, world, slot_bytes]
+        shaping = [PROTOCOL, kind, root, options.op, options.missing, options.compress, world, *policy.values()]
         found = packer.fingerprints[(kind, root)] = digest([*shaping, packer.layout.fingerprint().hex()])
     return found
 
@@ -140,14 +144,14 @@ class Details:
         root: int | None,
         packer: Packer,
         options: Options,
-        slot_bytes: int,
+        policy: dict[str, Any],
         names: Sequence[str] | None,
         present: bytes,
     ) -> Details:
         """The details of a rank that wants to go on."""
         settings = {"kind of call": kind, "root": root, "op": options.op, "compress": options.compress}
         settings |= dict(packer.layout.policy)
-        settings |= {"missing": options.missing, "GRADPACK_SLOT_BYTES": slot_bytes}
+        settings |= {"missing": options.missing, **policy}
         specs = [str(spec) for spec in packer.specs]
         return Details(None, settings, specs, [list(spec.order) for spec in packer.specs], list(names or ()), present.hex())
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from gradpack import _C
 from gradpack.dtypes import DTYPES
-from gradpack.errors import TransportError
+from gradpack.errors import TransportError, renamed
 from gradpack.packer import Planned
 from gradpack.peers import Peers
 from gradpack.transports.base import Call
@@ -137,7 +137,7 @@ class Pipeline:
         try:
             work.wait(run.deadline)
         except TransportError as error:
-            raise type(error)(f"{run.where(part)}: {error}") from error.__cause__
+            raise renamed(error, f"{run.where(part)}: {error}") from error.__cause__
 
     def _nbytes(self, run: Run, part: Slice) -> int:
         return part.numel * run.planned.layout.groups[part.stream].wire_itemsize

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradpack import _C, arrays, settings
-from gradpack.errors import LayoutMismatch, TransportError
+from gradpack.errors import LayoutMismatch, TransportError, renamed
 from gradpack.groups import GroupState
 from gradpack.packer import Packer, Planned
 from gradpack.peers import Peers, ranks_text
@@ -74,6 +74,7 @@ class StagedTransport(Transport):
         self._expected = ExpectedPayload(staging.payload_bytes, staging.largest_payload_bytes)
         self._opening_bytes = HEADER_BYTES
         self.calls = 0
+        """Calls that were carried, refusals too."""
 
     def run(self, call: Call) -> Result:
         """See ``Transport.run``."""
@@ -83,24 +84,27 @@ class StagedTransport(Transport):
         here = frozenset(_absent(call.arrays))
         deadline = self._deadline(call.options.timeout)
         run = Run(call, call.packer.planned(here), deadline, nonfinite, divisor)
-        with self._guarded(call.collected.operation):
+        with self._guarded(call.collected.operation, call.number):
             self._carry_out(run)
         return call.result(nonfinite, run.wire_bytes)
 
     def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
         """See ``Transport.refuse``."""
         deadline = self._deadline(timeout)
-        header = Header(True, 0, bytes(16), bytes(16), bytes(16), b"")
-        with self._guarded(operation):
+        header = Header(True, self._state.calls, 0, bytes(16), bytes(16), bytes(16), b"")
+        with self._guarded(operation, self._state.calls):
             self._expected_payload()
             self._start_opening(header, deadline).wait(deadline)
+            self._headers()
             self._exchange(Details.of_refusal(reason).encode(), deadline)
 
     def gather(self, operation: str, data: bytes, timeout: float | None) -> list[bytes]:
         """See ``Transport.gather``."""
         deadline = self._deadline(timeout)
-        header = Header(False, 0, handshake.fingerprint_of_gather(operation, self._state.size), bytes(16), bytes(16), b"")
-        with self._guarded(operation):
+        header = Header(
+            False, self._state.calls, 0, handshake.fingerprint_of_gather(operation, self._state.size), bytes(16), bytes(16), b""
+        )
+        with self._guarded(operation, self._state.calls):
             self._expected_payload()
             self._start_opening(header, deadline).wait(deadline)
             if any(other.refused or other.fingerprint != header.fingerprint for other in self._headers()):
@@ -111,17 +115,17 @@ class StagedTransport(Transport):
             return self._exchange(data, deadline) if data else []
 
     @contextmanager
-    def _guarded(self, operation: str) -> Iterator[None]:
+    def _guarded(self, operation: str, number: int) -> Iterator[None]:
         """Breaks the group where a call ends with its collectives under way, and names the call in what the transport raises."""
         try:
             self.calls += 1
-            self._peers.enter(self.calls)
+            self._peers.enter(number)
             self._peers.check()
             yield
         except LayoutMismatch:
             raise
         except TransportError as error:
-            named = type(error)(f"{operation}: call {self.calls} on this group: {error}")
+            named = renamed(error, f"{operation}: call {number} on this group: {error}")
             self._state.break_(named)
             raise named from error.__cause__
         except BaseException as error:
@@ -152,6 +156,10 @@ class StagedTransport(Transport):
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._state.timeout if timeout is None else timeout)
+
+    def _policy(self) -> dict[str, int | bool]:
+        """What shapes the collectives beside the call itself, and must be equal on all ranks."""
+        return {"GRADPACK_SLOT_BYTES": self._staging.slot_bytes, "alltoall of the group": self._collectives.shards}
 
     def _write(self, offset: int, data: bytes) -> None:
         memoryview(self._buffer)[offset : offset + len(data)] = data
@@ -185,7 +193,17 @@ class StagedTransport(Transport):
         return rows(self._state.rank, staging.opening, [self._opening_bytes] * self._state.size, staging.others)
 
     def _headers(self) -> list[Header]:
-        return [Header.decode(self._read(start, HEADER_BYTES)) for start in self._openings()]
+        """What each rank says as the call opens.
+
+        Raises:
+            TransportError: Some ranks are at another call, which is no call that this one may be paired with.
+        """
+        headers = [Header.decode(self._read(start, HEADER_BYTES)) for start in self._openings()]
+        mine = headers[self._state.rank].call
+        others = [f"rank {rank} at its call {header.call}" for rank, header in enumerate(headers) if header.call != mine]
+        if others:
+            raise TransportError(f"found {', '.join(others)}, wanted all at call {mine}: a rank has skipped or repeated one")
+        return headers
 
     def _carry_out(self, run: Run) -> None:
         call = run.call
@@ -208,11 +226,9 @@ class StagedTransport(Transport):
 
     def _open(self, run: Run, payload: list[Slice]) -> Work:
         call, base = run.call, self._staging.opening + HEADER_BYTES
-        fingerprint = handshake.fingerprint_of(
-            call.kind, call.root, call.packer, call.options, self._state.size, self._staging.slot_bytes
-        )
+        fingerprint = handshake.fingerprint_of(call.kind, call.root, call.packer, call.options, self._state.size, self._policy())
         names = call.packer.names_digest(call.collected.names)
-        header = Header(False, len(call.arrays), fingerprint, call.packer.walk_digest(), names, call.arrays.present)
+        header = Header(False, call.number, len(call.arrays), fingerprint, call.packer.walk_digest(), names, call.arrays.present)
         if call.kind == "allreduce" or call.root == self._state.rank:
             for part in payload:
                 run.planned.plan.pack(call.arrays, part.stream, part.begin, part.end, self._buffer, base + part.offset)
@@ -272,7 +288,7 @@ class StagedTransport(Transport):
     def _details(self, run: Run) -> list[Details]:
         call = run.call
         mine = Details.of_call(
-            call.kind, call.root, call.packer, call.options, self._staging.slot_bytes, call.collected.names, call.arrays.present
+            call.kind, call.root, call.packer, call.options, self._policy(), call.collected.names, call.arrays.present
         )
         return [Details.decode(data) for data in self._exchange(mine.encode(), run.deadline)]
 
