@@ -2,7 +2,7 @@
 
     python benchmarks/bench_pack.py [--threads 1 2] [--iterations 15] [--cases resnet50 small2000] [--json PATH] [--plot PATH]
 
-Gradients stream through three slots of 16 MiB, as they do in an all-reduce, with the non-finite check on. The yardstick is
+Gradients stream through six slots of 8 MiB, as they do in an all-reduce, with the non-finite check on. The yardstick is
 the C library's memcpy of as many bytes (bytes read plus bytes written), with as many threads, through the same slots in
 pieces of the same size, in turns with ours (what fits into the caches: in blocks of several passes, the first not counted):
 a `ratio` of 1.00 is the speed of memcpy, and of 2.00 half of it. Each of its threads copies its share of every piece and waits
@@ -28,8 +28,8 @@ from shapes import NAMES, count, load
 
 from gradpack import _C
 
-SLOT_BYTES = 16 << 20
-NUM_SLOTS = 3
+SLOT_BYTES = 8 << 20
+NUM_SLOTS = 6
 CACHE_BYTES = 32 << 20
 BASELINE = "memcpy"
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

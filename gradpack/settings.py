@@ -85,7 +85,7 @@ SETTINGS: dict[str, Setting] = {
         "", _one_of("", "avx512", "avx2", "scalar"), "instruction set of the CPU kernels; empty: the best there is"
     ),
     "GRADPACK_SLOT_BYTES": Setting(
-        str(16 << 20), _slot_bytes, "bytes of one of the three staging slots; equal on all ranks, read at a group's first call"
+        str(8 << 20), _slot_bytes, "bytes of one of the six staging slots; equal on all ranks, read at a group's first call"
     ),
 }
 

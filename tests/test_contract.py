@@ -37,7 +37,7 @@ def test_small_arrays(kind: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_arrays_of_several_slices(kind: str, world: int) -> None:
-    # Slots of 64 KiB make a few hundred kilobytes go round the three slots several times.
+    # Slots of 64 KiB make a few hundred kilobytes go round the slots.
     listed = list(ranks_contract.cases((100_003,), DTYPES, (1, 3, 4)))
     if not LONG:
         listed = random.Random(world).sample(listed, len(listed) // (2 if kind == "process_group" else 8))

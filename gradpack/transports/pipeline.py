@@ -1,4 +1,4 @@
-"""The way of packs through the slots of the staging: pack, exchange, sum in rank order, unpack; three slots make these overlap.
+"""The way of packs through the slots of the staging: pack, exchange, sum in rank order, unpack; a few slots make these overlap.
 
 *Direct*: every rank sends its slice to all others and sums what it has. One message each way, so small slices go this way in any
 world, and all slices in a world of two, where it moves no more bytes than any other way.
@@ -26,7 +26,11 @@ from gradpack.transports.slices import LINE_BYTES, Slice, round_up
 
 __all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Pipeline", "Run"]
 
-NUM_SLOTS = 3
+NUM_SLOTS = 6
+"""Slices that are packed, on the wire or not yet unpacked: enough that a rank has work while it waits (``docs/design.md``)."""
+
+_AHEAD = 2
+"""Slices that are packed while the agreement is on its way; more would hold up the first."""
 
 DIRECT_BYTES = 4 << 20
 """The most that a rank sends the direct way where the sharded one is there too (``benchmarks/bench_ways.py``)."""
@@ -90,13 +94,13 @@ class Pipeline:
 
     def pack_ahead(self, run: Run, slices: list[Slice]) -> int:
         """Packs the first slices while the agreement is on its way; returns how many."""
-        ahead = min(NUM_SLOTS - 1, len(slices))
+        ahead = min(_AHEAD, len(slices))
         for index in range(ahead):
             self._pack(run, slices[index], index)
         return ahead
 
     def carry(self, run: Run, slices: list[Slice], ahead: int) -> None:
-        """Slice k is launched while k-1 is on the wire and k-2 is unpacked; every rank makes the same steps in the same order.
+        """Slices are launched one after another, and each is unpacked when the slots are full; every rank makes the same steps.
 
         Args:
             run: The call.
@@ -104,17 +108,18 @@ class Pipeline:
             ahead: How many of them are packed already.
         """
         works: list[Work] = []
-        for step in range(len(slices) + NUM_SLOTS - 1):
+        lag = NUM_SLOTS - 1
+        for step in range(len(slices) + lag):
             if step < len(slices):
                 if step >= ahead:
                     self._pack(run, slices[step], step)
                 works.append(self._launch(run, slices[step], step))
             if 1 <= step <= len(slices):
                 works[step - 1] = self._advance(run, slices[step - 1], step - 1, works[step - 1])
-            if step >= 2:
-                self._peers.step(step - 1)
-                self._wait(run, slices[step - 2], works[step - 2])
-                self._unpack(run, slices[step - 2], step - 2)
+            if step >= lag:
+                self._peers.step(step - lag + 1)
+                self._wait(run, slices[step - lag], works[step - lag])
+                self._unpack(run, slices[step - lag], step - lag)
 
     def finish(self, run: Run, part: Slice, offsets: list[int]) -> None:
         """Writes to the gradients what the ranks have of a slice, that of rank r at ``offsets[r]``; may overwrite the first."""
