@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gradpack import ranks
 from gradpack.errors import TransportError, described
+from gradpack.members import Ranks
 from gradpack.peers import Peers
-from gradpack.ranks import Ranks
 from gradpack.result import Handle, Result
 
 __all__ = ["GroupState", "close", "resolve", "together"]

@@ -20,6 +20,7 @@ PYTHON_LAYERS = [
     ["packer"],
     ["groups"],
     ["ranks"],
+    ["members"],
     ["peers", "scaling", "trace"],
     ["arrays", "optimizer_state"],
     ["layout"],

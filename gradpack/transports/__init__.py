@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from gradpack import settings
 from gradpack.errors import TransportError, renamed
 from gradpack.groups import GroupState
+from gradpack.members import ObjectRanks
 from gradpack.peers import Peers
-from gradpack.ranks import MPIRanks, ObjectRanks, TorchRanks
+from gradpack.ranks import MPIRanks, TorchRanks
 from gradpack.transports.base import Transport
 from gradpack.transports.collectives import Collectives
 from gradpack.transports.staged import StagedTransport, Staging

@@ -13,8 +13,8 @@ from typing import Any
 
 from gradpack import _C
 from gradpack.errors import TransportError
+from gradpack.members import ObjectRanks
 from gradpack.peers import LOOK_SECONDS, Peers
-from gradpack.ranks import ObjectRanks
 from gradpack.transports.collectives import Collectives
 
 __all__ = ["ByteGroupCollectives"]
