@@ -29,8 +29,6 @@ constexpr int64_t kStreamBytes = int64_t{32} << 20;
 constexpr int64_t kMinStreamRun = 4 << 10;
 // Of the next gradient, fetched while one is visited.
 constexpr int64_t kBytesAhead = 4 << 10;
-// Sums that a thread keeps on its stack at a time: small enough to stay in the first-level cache.
-constexpr int64_t kSumBytes = 16 << 10;
 
 // ---- instruction set -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +125,7 @@ void for_each_block(const Range& range, Body&& body) {
 
 // ---- runs ------------------------------------------------------------------------------------------------------------------
 
-// A convert with each kind of division, looked up once for a range.
+// A convert, and a sum, with each kind of division, looked up once for a range.
 class Converts {
  public:
   Converts(Element from, Element to, bool look, bool stream) : stream_(stream) {
@@ -139,6 +137,25 @@ class Converts {
 
  private:
   ConvertRun runs_[kNumDivisions];
+  bool stream_;
+};
+
+class Sums {
+ public:
+  Sums(Element from, Element to, const void* const* rows, int num_rows, bool look, bool stream)
+      : rows_(rows), num_rows_(num_rows), stream_(stream) {
+    for (int how = 0; how < kNumDivisions; ++how) runs_[how] = runs().sum(from, to, static_cast<Division>(how), look);
+  }
+  // Of the `count` scalars that begin `at` scalars after the begin of each row.
+  bool operator()(int64_t at, void* to, int64_t count, const Divisor& divisor) const {
+    const SumRun run = runs_[static_cast<int>(divisor.how)];
+    return run(rows_, num_rows_, at, to, count, divisor.operand, stream_ && count >= kMinStreamRun);
+  }
+
+ private:
+  const void* const* const rows_;
+  const int num_rows_;
+  SumRun runs_[kNumDivisions];
   bool stream_;
 };
 
@@ -177,48 +194,13 @@ void for_each_chunk_ahead(const Range& range, int64_t begin, int64_t end, Visit&
   if (chunk.count > 0) visit(chunk);
 }
 
-// The elements of a stream: of its gradients, of its wire, of the sums of its wire.
+// The elements of a stream: of its gradients, of its wire.
 struct Elements {
-  explicit Elements(const Stream& stream)
-      : gradient(element_of(scalar(stream.dtype))), wire(element_of(stream.wire)), sum(accumulator_of(wire)) {}
-  const Element gradient, wire, sum;
+  explicit Elements(const Stream& stream) : gradient(element_of(scalar(stream.dtype))), wire(element_of(stream.wire)) {}
+  const Element gradient, wire;
 };
 
 bool worth_streaming(const Stream& stream) { return stream.numel() * itemsize(scalar(stream.dtype)) >= kStreamBytes; }
-
-// Sums the rows of the range and calls visit(chunk, at, sums) for runs of one gradient: chunk.count sums, of the scalars that
-// begin `at` scalars after range.begin.
-template <typename Visit>
-void for_each_sum(const Range& range, const void* const* rows, int num_rows, Visit&& visit) {
-  const Elements elements(*range.stream);
-  const ConvertRun first = runs().convert(elements.wire, elements.sum, Division::kNone, false);
-  const AccumulateRun accumulate = runs().accumulate(elements.wire);
-  const int64_t wire_size = itemsize(elements.wire), sum_size = itemsize(elements.sum);
-  const int64_t capacity = kSumBytes / sum_size;
-
-  for_each_block(range, [&](int64_t begin, int64_t end) {
-    alignas(64) char sums[kSumBytes];
-    const int64_t stop = end - range.begin;
-    int64_t sums_begin = 0, sums_end = begin - range.begin;
-    for_each_chunk(*range.stream, begin, end, [&](const Chunk& chunk) {
-      Chunk run = chunk;
-      run.range_begin += begin - range.begin;
-      for (int64_t left = chunk.count; left > 0; left -= run.count) {
-        if (run.range_begin == sums_end) {
-          sums_begin = sums_end;
-          const int64_t count = std::min(capacity, stop - sums_begin);
-          first(offset(rows[0], sums_begin * wire_size), sums, count, 1.0, false);
-          for (int row = 1; row < num_rows; ++row) accumulate(sums, offset(rows[row], sums_begin * wire_size), count);
-          sums_end += count;
-        }
-        run.count = std::min(left, sums_end - run.range_begin);
-        visit(run, sums + (run.range_begin - sums_begin) * sum_size);
-        run.gradient_begin += run.count;
-        run.range_begin += run.count;
-      }
-    });
-  });
-}
 
 }  // namespace
 
@@ -266,26 +248,31 @@ void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t*
 
 void reduce_unpack(const Range& range, const void* const* rows, int num_rows, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.sum, elements.gradient, nonfinite != nullptr, worth_streaming(*range.stream));
+  const Sums sum(elements.wire, elements.gradient, rows, num_rows, nonfinite != nullptr, worth_streaming(*range.stream));
   const Divisors divisors(divide);
-  const int64_t size = itemsize(elements.sum);
-  for_each_sum(range, rows, num_rows, [&](const Chunk& chunk, const char* sums) {
-    const ArrayView& view = range.arrays[chunk.gradient];
-    if (!view.data) return;
-    const Divisor divisor = divisors.of(chunk.gradient);
-    write_runs(view, chunk.gradient_begin, chunk.count, [&](void* run, int64_t at, int64_t count) {
-      note(nonfinite, chunk.gradient, convert(sums + at * size, run, count, divisor));
+  for_each_block(range, [&](int64_t begin, int64_t end) {
+    for_each_chunk_ahead(range, begin, end, [&](const Chunk& chunk) {
+      const ArrayView& view = range.arrays[chunk.gradient];
+      if (!view.data) return;
+      const int64_t in_rows = begin - range.begin + chunk.range_begin;
+      const Divisor divisor = divisors.of(chunk.gradient);
+      write_runs(view, chunk.gradient_begin, chunk.count, [&](void* run, int64_t at, int64_t count) {
+        note(nonfinite, chunk.gradient, sum(in_rows + at, run, count, divisor));
+      });
     });
   });
 }
 
 void reduce(const Range& range, const void* const* rows, int num_rows, const Divide& divide, void* wire) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.sum, elements.wire, false, false);
+  const Sums sum(elements.wire, elements.wire, rows, num_rows, false, false);
   const Divisors divisors(divide);
   const int64_t size = itemsize(elements.wire);
-  for_each_sum(range, rows, num_rows, [&](const Chunk& chunk, const char* sums) {
-    convert(sums, offset(wire, chunk.range_begin * size), chunk.count, divisors.of(chunk.gradient));
+  for_each_block(range, [&](int64_t begin, int64_t end) {
+    for_each_chunk(*range.stream, begin, end, [&](const Chunk& chunk) {
+      const int64_t in_rows = begin - range.begin + chunk.range_begin;
+      sum(in_rows, offset(wire, in_rows * size), chunk.count, divisors.of(chunk.gradient));
+    });
   });
 }
 

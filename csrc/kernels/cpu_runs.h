@@ -11,8 +11,9 @@ namespace gradpack {
 // `count` elements of `from` to `to`, which do not overlap. Says whether any element that it wrote is inf or NaN (false from
 // the functions that do not look). `stream`: write past the caches, for memory that nobody reads soon; the caller fences.
 using ConvertRun = bool (*)(const void* from, void* to, int64_t count, double operand, bool stream);
-// sums[i] += row[i].
-using AccumulateRun = void (*)(void* sums, const void* row, int64_t count);
+// to[i] = rows[0][at + i] + rows[1][at + i] + ..., summed in that order, divided and rounded as `convert` does. `to` may be where
+// a row is read from. The return value and `stream` are as above.
+using SumRun = bool (*)(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double operand, bool stream);
 using CheckRun = bool (*)(const void* from, int64_t count);
 
 // Dtypes as the kernels tell them apart.
@@ -44,11 +45,6 @@ constexpr Element element_of(DType scalar_dtype) {
   }
 }
 
-// The element that sums of `element` are kept in.
-constexpr Element accumulator_of(Element element) {
-  return element == Element::kF16 || element == Element::kBF16 ? Element::kF32 : element;
-}
-
 constexpr int64_t itemsize(Element element) {
   constexpr int64_t kSizes[kNumElements] = {1, 2, 4, 8, 2, 2, 4, 8};
   return kSizes[static_cast<int>(element)];
@@ -58,13 +54,15 @@ constexpr int64_t itemsize(Element element) {
 struct CpuRuns {
   const char* name = nullptr;
   ConvertRun converts[kNumElements][kNumElements][kNumDivisions][2] = {};  // [from][to][Division][look for non-finite]
-  AccumulateRun accumulates[kNumElements] = {};
+  SumRun sums[kNumElements][kNumElements][kNumDivisions][2] = {};          // likewise
   CheckRun checks[kNumElements] = {};
 
   ConvertRun convert(Element from, Element to, Division how, bool look) const {
     return converts[static_cast<int>(from)][static_cast<int>(to)][static_cast<int>(how)][look];
   }
-  AccumulateRun accumulate(Element wire) const { return accumulates[static_cast<int>(wire)]; }
+  SumRun sum(Element from, Element to, Division how, bool look) const {
+    return sums[static_cast<int>(from)][static_cast<int>(to)][static_cast<int>(how)][look];
+  }
   CheckRun check(Element element) const { return checks[static_cast<int>(element)]; }
 };
 

@@ -105,19 +105,109 @@ bool convert_run(const void* from_address, void* to_address, int64_t count, doub
   return look && step.seen.template any<To>();
 }
 
-template <typename Simd, typename T>
-void accumulate_run(void* sums_address, const void* row_address, int64_t count) {
-  using Sum = AccumulatorOf<T>;
-  Sum* sums = static_cast<Sum*>(sums_address);
-  const T* row = static_cast<const T*>(row_address);
-  int64_t i = 0;
-  if constexpr (kIsFloating<T>) {
-    for (; i + Simd::kLanes <= count; i += Simd::kLanes) {
-      Simd::template store<false>(sums + i, Simd::add(Simd::load(sums + i), Simd::load(row + i)));
+// One step of a sum: Simd's lanes at index i of every row.
+template <typename Simd, typename From, typename To, Division how, bool look>
+struct SumStep {
+  const void* const* rows;
+  int num_rows;
+  int64_t at;
+  To* to;
+  AccumulatorOf<From> operand;
+  typename Simd::Seen seen{};
+
+  GP_INLINE const From* row(int index) const { return static_cast<const From*>(rows[index]) + at; }
+
+  // Where the sum takes the place of a row, no element may be summed twice.
+  GP_INLINE bool in_place() const {
+    bool found = false;
+    for (int index = 0; index < num_rows; ++index) found |= static_cast<const void*>(row(index)) == to;
+    return found;
+  }
+
+  // kSteps registers at a time: the additions of one element wait for one another, those of several do not.
+  template <bool stream, int kSteps, int kRows>
+  GP_INLINE void at_index(int64_t i) {
+    decltype(Simd::load(row(0))) sums[kSteps];
+    const From* first = row(0) + i;
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) sums[step] = Simd::load(first + step * Simd::kLanes);
+    const int count = kRows > 0 ? kRows : num_rows;
+#pragma GCC unroll 1
+    for (int index = 1; index < count; ++index) {
+      const From* next = row(index) + i;
+#pragma GCC unroll 8
+      for (int step = 0; step < kSteps; ++step) sums[step] = Simd::add(sums[step], Simd::load(next + step * Simd::kLanes));
+    }
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (how == Division::kMultiply) sums[step] = Simd::multiply(sums[step], operand);
+      if constexpr (how == Division::kDivide) sums[step] = Simd::divide(sums[step], operand);
+      const auto written = Simd::template store<stream>(to + i + step * Simd::kLanes, sums[step]);
+      if constexpr (look) seen.template note<To>(written);
     }
   }
-  // Integers take this loop alone: compilers vectorise it.
-  for (; i < count; ++i) sums[i] = accumulate(sums[i], read(row + i));
+
+  GP_INLINE bool single(int64_t i) const {
+    AccumulatorOf<From> sum = to_accumulator(read(row(0) + i));
+    for (int index = 1; index < num_rows; ++index) sum = accumulate(sum, read(row(index) + i));
+    const To value = convert<AccumulatorOf<From>, To, how>(sum, operand);
+    write(to + i, value);
+    return look && is_nonfinite(value);
+  }
+
+  template <bool stream, int kRows>
+  GP_INLINE int64_t whole_registers(int64_t i, int64_t count) {
+    constexpr int kSteps = 4;
+    for (; i + kSteps * Simd::kLanes <= count; i += kSteps * Simd::kLanes) at_index<stream, kSteps, kRows>(i);
+    for (; i + Simd::kLanes <= count; i += Simd::kLanes) at_index<stream, 1, kRows>(i);
+    return i;
+  }
+};
+
+template <typename Simd, typename From, typename To, Division how, bool look>
+bool sum_run(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double divisor, bool stream) {
+  SumStep<Simd, From, To, how, look> step{rows, num_rows, at, static_cast<To*>(to), static_cast<AccumulatorOf<From>>(divisor)};
+  bool seen = false;
+  int64_t i = 0;
+  if (stream) {
+    // Streaming stores may not cross cache lines.
+    const uint64_t past = reinterpret_cast<uint64_t>(to) % 64;
+    if (past % sizeof(To) != 0) {
+      stream = false;
+    } else if (past != 0) {
+      const int64_t head = static_cast<int64_t>((64 - past) / sizeof(To));
+      for (const int64_t stop = head < count ? head : count; i < stop; ++i) seen |= step.single(i);
+    }
+  }
+  if (stream) {
+    i = num_rows == 2 ? step.template whole_registers<true, 2>(i, count) : step.template whole_registers<true, 0>(i, count);
+  } else {
+    i = num_rows == 2 ? step.template whole_registers<false, 2>(i, count) : step.template whole_registers<false, 0>(i, count);
+  }
+  if (i < count && count >= Simd::kLanes && !step.in_place()) {
+    step.template at_index<false, 1, 0>(count - Simd::kLanes);  // overlaps what is done already, as in convert_run
+  } else {
+    for (; i < count; ++i) seen |= step.single(i);
+  }
+  return look && (seen || step.seen.template any<To>());
+}
+
+// Integers wrap and have no division, and compilers vectorise a loop over one row.
+template <typename T>
+bool sum_integers(const void* const* rows, int num_rows, int64_t at, void* to_address, int64_t count, double, bool) {
+  constexpr int64_t kBlock = 256;
+  T sums[kBlock];
+  T* to = static_cast<T*>(to_address);
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t length = count - begin < kBlock ? count - begin : kBlock;
+    for (int64_t i = 0; i < length; ++i) sums[i] = read(static_cast<const T*>(rows[0]) + at + begin + i);
+    for (int row = 1; row < num_rows; ++row) {
+      const T* from = static_cast<const T*>(rows[row]) + at + begin;
+      for (int64_t i = 0; i < length; ++i) sums[i] = accumulate(sums[i], read(from + i));
+    }
+    for (int64_t i = 0; i < length; ++i) write(to + begin + i, sums[i]);
+  }
+  return false;
 }
 
 template <typename Simd, typename T>
@@ -166,10 +256,25 @@ constexpr void add_converts(CpuRuns& runs) {
   }
 }
 
+template <typename Simd, typename From, typename To>
+constexpr void add_sums(CpuRuns& runs) {
+  auto& of_pair = runs.sums[static_cast<int>(kElementOf<From>)][static_cast<int>(kElementOf<To>)];
+  if constexpr (kIsFloating<From>) {
+    of_pair[0][0] = sum_run<Simd, From, To, Division::kNone, false>;
+    of_pair[0][1] = sum_run<Simd, From, To, Division::kNone, true>;
+    of_pair[1][0] = sum_run<Simd, From, To, Division::kMultiply, false>;
+    of_pair[1][1] = sum_run<Simd, From, To, Division::kMultiply, true>;
+    of_pair[2][0] = sum_run<Simd, From, To, Division::kDivide, false>;
+    of_pair[2][1] = sum_run<Simd, From, To, Division::kDivide, true>;
+  } else {
+    of_pair[0][0] = of_pair[0][1] = sum_integers<From>;
+  }
+}
+
 template <typename Simd, typename T>
 constexpr void add_dtype(CpuRuns& runs) {
   add_converts<Simd, T, T>(runs);
-  runs.accumulates[static_cast<int>(kElementOf<T>)] = accumulate_run<Simd, T>;
+  add_sums<Simd, T, T>(runs);
   if constexpr (kIsFloating<T>) runs.checks[static_cast<int>(kElementOf<T>)] = check_run<Simd, T>;
 }
 
@@ -193,7 +298,10 @@ constexpr CpuRuns make_runs(const char* name) {
   add_converts<Simd, BFloat16, float>(runs);
   add_converts<Simd, Float16, double>(runs);
   add_converts<Simd, BFloat16, double>(runs);
-  add_converts<Simd, float, double>(runs);
+  add_sums<Simd, Float16, float>(runs);
+  add_sums<Simd, Float16, double>(runs);
+  add_sums<Simd, BFloat16, float>(runs);
+  add_sums<Simd, BFloat16, double>(runs);
   return runs;
 }
 

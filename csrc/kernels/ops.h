@@ -1,6 +1,6 @@
 // The operations on a run of elements (elements that lie side by side). There are two: `convert` moves a run from one dtype
-// to another, dividing and looking for non-finite values on the way; `accumulate` adds one row of a wire to sums. pack,
-// unpack and the reductions of backend.h are walks that call them.
+// to another, dividing and looking for non-finite values on the way; `sum` does the same with the sum of several runs, one
+// `accumulate` for each. pack, unpack and the reductions of backend.h are walks that call them.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ GP_HOST_DEVICE To convert(From x, AccumulatorOf<From> operand) {
   }
 }
 
-// One element of `accumulate`.
+// One addition of `sum`.
 template <typename T>
 GP_HOST_DEVICE AccumulatorOf<T> accumulate(AccumulatorOf<T> sum, T x) {
   return add(sum, to_accumulator(x));
