@@ -80,7 +80,9 @@ class LateWork:
 
 
 def test_a_collective_that_completes_as_a_wait_gives_up_is_complete() -> None:
-    _Waiting(LateWork(), "all-gather", 2).wait(time.monotonic() + 5)
+    began = time.monotonic()
+    _Waiting(LateWork(), "all-gather", 2).wait(began + 5)
+    assert time.monotonic() < began + 4
 
 
 def crossed(rank: int, world: int) -> None:
@@ -310,20 +312,6 @@ def later_calls_have_their_own(rank: int, world: int) -> None:
 
 def test_a_short_deadline_is_that_of_its_call_only() -> None:
     run_ranks(later_calls_have_their_own, 2)
-
-
-def gone(rank: int, world: int) -> str:
-    gradpack.allreduce([torch.ones(4)])
-    if rank == 1:
-        os._exit(0)
-    with pytest.raises(gradpack.PeerLost) as caught:
-        gradpack.allreduce([torch.ones(4)])
-    return str(caught.value)
-
-
-def test_a_rank_that_is_gone_is_a_lost_peer() -> None:
-    outcomes = try_ranks(gone, 2)
-    assert outcomes[0].value.startswith("allreduce: call 2 on this group: found rank 1 gone (")
 
 
 def test_a_deadline_that_passes_breaks_the_group() -> None:
