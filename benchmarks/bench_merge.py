@@ -7,11 +7,11 @@ Run it with torchrun::
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from rows import Piece, interleave
 
 import gradpack
 from gradpack.transports import slices
@@ -20,11 +20,8 @@ LIMITS = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
 SIZES = [300_000, 600_000, 2_000_000, 8_000_000, 32_000_000]
 
 
-def timed(call: Callable[..., object], *args: object, **options: object) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    call(*args, **options)
-    return time.perf_counter() - began
+def reduce(grads: list[torch.Tensor], group: dist.ProcessGroup, options: argparse.Namespace) -> None:
+    gradpack.allreduce(grads, options.splits, compress=options.compress, group=group)
 
 
 def main() -> None:
@@ -46,21 +43,17 @@ def main() -> None:
         grads, flat = [torch.randn(nbytes // 32) for _ in range(8)], torch.randn(nbytes // 4)
         for limit, group in groups.items():
             slices.MERGE_BYTES = limit  # what travels together is worked out at a group's first call, and kept
-            gradpack.allreduce(grads, options.splits, compress=options.compress, group=group)
-        times: dict[object, list[float]] = {key: [] for key in ["flat", *LIMITS]}
-        for iteration in range(options.iterations + 5):
-            row: dict[object, float] = {"flat": timed(dist.all_reduce, flat, group=flat_group)}
-            for limit, group in groups.items():
-                row[limit] = timed(gradpack.allreduce, grads, options.splits, compress=options.compress, group=group)
-            if iteration >= 5:
-                for key, seconds in row.items():
-                    times[key].append(seconds)
+            reduce(grads, group, options)
+        pieces = [Piece("flat", partial(dist.all_reduce, flat, group=flat_group))]
+        pieces += [Piece(str(limit), partial(reduce, grads, group, options)) for limit, group in groups.items()]
+        samples = interleave(pieces, options.iterations, warmup=5, ready=dist.barrier)
         if dist.get_rank() == 0:
+            beside = samples.pop("flat").seconds
             cells = []
-            for limit in LIMITS:
-                ratio = statistics.median(a / b for a, b in zip(times[limit], times["flat"], strict=True))
-                cells.append(f"{1e3 * statistics.median(times[limit]):6.2f} {ratio:4.2f}")
-            print(f"{nbytes:>9} {1e3 * statistics.median(times['flat']):7.2f}                 {'  '.join(cells)}")
+            for found in samples.values():
+                ratio = statistics.median(ours / flat for ours, flat in zip(found.seconds, beside, strict=True))
+                cells.append(f"{1e3 * statistics.median(found.seconds):6.2f} {ratio:4.2f}")
+            print(f"{nbytes:>9} {1e3 * statistics.median(beside):7.2f}                 {'  '.join(cells)}")
     dist.destroy_process_group()
 
 

@@ -9,12 +9,14 @@ reads the others'). Run it with torchrun::
 """
 
 import argparse
+import itertools
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from rows import Piece, interleave
 
 import gradpack
 from gradpack.transports import opening
@@ -24,13 +26,6 @@ PAYLOADS = [0, 1 << 10, 4 << 10, 16 << 10, 64 << 10, FOLLOWS]
 SIZES = [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 1536 << 10, 2 << 20, 4 << 20]
 
 
-def timed(call: Callable[..., object], *args: object, **options: object) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    call(*args, **options)
-    return time.perf_counter() - began
-
-
 def make_groups() -> dict[int, dist.ProcessGroup]:
     """One group for each payload, since a group's transport fixes its payload when it is made."""
     groups = {}
@@ -38,12 +33,16 @@ def make_groups() -> dict[int, dist.ProcessGroup]:
     for payload in PAYLOADS:
         opening.PAYLOAD_BYTES, opening.LARGEST_PAYLOAD_BYTES = defaults if payload == FOLLOWS else (payload, 0)
         groups[payload] = dist.new_group(list(range(dist.get_world_size())))
-        gradpack.allreduce([torch.ones(1)], group=groups[payload])
+        reduce([torch.ones(1)], groups[payload])
     return groups
 
 
-def through_the_store(store: dist.Store, call: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def reduce(grads: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    gradpack.allreduce(grads, group=group)
+
+
+def through_the_store(store: dist.Store, calls: Iterator[int]) -> None:
+    rank, world, call = dist.get_rank(), dist.get_world_size(), next(calls)
     store.set(f"{call}/{rank}", b"\0" * 640)
     for peer in range(world):
         store.get(f"{call}/{peer}")
@@ -58,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     groups = make_groups()
     flat_group = dist.new_group(list(range(dist.get_world_size())))
-    store = dist.distributed_c10d._get_default_store()
+    store, calls = dist.distributed_c10d._get_default_store(), itertools.count()
     if dist.get_rank() == 0:
         columns = " ".join("   follows" if payload == FOLLOWS else f"{payload >> 10:>6} KiB" for payload in PAYLOADS)
         print(f"{dist.get_world_size()} ranks; medians of {options.iterations} iterations, ms, and of ratios to flat")
@@ -66,22 +65,18 @@ def main() -> None:
     for nbytes in SIZES:
         grads = [part.clone() for part in torch.ones(max(1, nbytes // 4)).chunk(options.tensors)]
         flat = torch.ones(max(1, nbytes // 4))
-        times: dict[object, list[float]] = {key: [] for key in ["flat", "store", *PAYLOADS]}
-        for iteration in range(options.iterations + 10):
-            row: dict[object, float] = {"flat": timed(dist.all_reduce, flat, group=flat_group)}
-            for payload, group in groups.items():
-                row[payload] = timed(gradpack.allreduce, grads, group=group)
-            row["store"] = timed(through_the_store, store, nbytes * 1000 + iteration)
-            if iteration >= 10:
-                for key, seconds in row.items():
-                    times[key].append(seconds)
+        pieces = [Piece("flat", partial(dist.all_reduce, flat, group=flat_group))]
+        pieces += [Piece(str(payload), partial(reduce, grads, group)) for payload, group in groups.items()]
+        pieces.append(Piece("store", partial(through_the_store, store, calls)))
+        samples = interleave(pieces, options.iterations, warmup=10, ready=dist.barrier)
         if dist.get_rank() == 0:
-            ms = {key: 1e3 * statistics.median(found) for key, found in times.items()}
+            beside, agreed = samples.pop("flat").seconds, samples.pop("store").seconds
             cells = []
-            for payload in PAYLOADS:
-                ratio = statistics.median(a / b for a, b in zip(times[payload], times["flat"], strict=True))
-                cells.append(f"{ms[payload]:5.2f} {ratio:4.1f}")
-            print(f"{nbytes:>9} {ms['flat']:7.3f}  {'':27}{' '.join(cells)}   {ms['store']:6.3f}")
+            for found in samples.values():
+                ratio = statistics.median(ours / flat for ours, flat in zip(found.seconds, beside, strict=True))
+                cells.append(f"{1e3 * statistics.median(found.seconds):5.2f} {ratio:4.1f}")
+            flat_ms, store_ms = (1e3 * statistics.median(seconds) for seconds in (beside, agreed))
+            print(f"{nbytes:>9} {flat_ms:7.3f}  {'':27}{' '.join(cells)}   {store_ms:6.3f}")
     dist.destroy_process_group()
 
 

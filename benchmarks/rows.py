@@ -258,8 +258,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 def write_output(options: argparse.Namespace, machine: list[dict[str, Any]], rows: Sequence[Row], **more: Any) -> None:
     """Does what add_output_options offers."""
     if options.json:
-        content = {"machine": machine, "options": vars(options), "rows": [asdict(row) for row in rows], **more}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        content = {
+            "machine": machine,
+            "options": {name: value for name, value in vars(options).items() if name not in ("json", "plot")},
+            **more,
+            "rows": [],
+        }
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        Path(options.json).write_text(json.dumps(content)[: -len("]}")] + f"\n{lines}\n]}}\n")
     if options.plot:
         plot(options.plot, rows)
 

@@ -34,6 +34,10 @@ def test_readme_snippets_run(index: int, world: int) -> None:
     run_ranks(run_snippet, world, index)
 
 
+def test_tables_are_those_of_the_results() -> None:
+    subprocess.run([sys.executable, ROOT / "benchmarks/tables.py", "--check"], check=True)
+
+
 def test_readme_has_snippets_and_the_options_of_allreduce() -> None:
     assert len(SNIPPETS) == 2
     text = (ROOT / "README.md").read_text()
