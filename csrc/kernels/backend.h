@@ -18,12 +18,23 @@ struct Divide {
   int64_t of(int64_t gradient) const { return counts ? counts[gradient] : divisor; }
 };
 
+// How an operation goes about its work, which changes no bit of it.
+struct Manner {
+  bool past_caches;  // writes with streaming stores, for memory that nobody reads soon
+  bool pool;         // shares the work with the threads of the pool where that pays
+};
+
+// What suits an operation that walks through all of a stream: packs and gradients that push themselves out of the caches are
+// written past them.
+Manner usual_manner(const Stream& stream);
+
 // A range [begin, end) of `stream`, in scalars, of the gradients seen through `arrays` (indexed as stream.gradients says).
 struct Range {
   const Stream* stream;
   const ArrayView* arrays;
   int64_t begin;
   int64_t end;
+  Manner manner;
 };
 
 // `nonfinite`, if not null, has one byte for each of the call's arrays; a byte is set to 1 where an inf or a NaN was seen

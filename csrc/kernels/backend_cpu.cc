@@ -16,6 +16,16 @@
 #include "kernels/thread_pool.h"
 
 namespace gradpack {
+namespace {
+
+// Streams of this many bytes push themselves out of the caches, so they are written past them: no line is read just to be
+// overwritten. For packs that is 30 % faster here and leaves it to the transport to read its slot from memory.
+constexpr int64_t kStreamBytes = int64_t{32} << 20;
+
+}  // namespace
+
+Manner usual_manner(const Stream& stream) { return {stream.numel() * itemsize(scalar(stream.dtype)) >= kStreamBytes, true}; }
+
 namespace cpu {
 namespace {
 
@@ -23,9 +33,7 @@ namespace {
 constexpr int64_t kSerialBytes = 256 << 10;
 // What a thread takes at a time: long enough that hardware prefetch pays, short enough that threads end together.
 constexpr int64_t kBlockBytes = 512 << 10;
-// Streams of this many bytes push themselves out of the caches, so they are written past them: no line is read just to be
-// overwritten. For packs that is 30 % faster here and leaves it to the transport to read its slot from memory.
-constexpr int64_t kStreamBytes = int64_t{32} << 20;
+// Shorter runs are written the usual way.
 constexpr int64_t kMinStreamRun = 4 << 10;
 // Of the next gradient, fetched while one is visited.
 constexpr int64_t kBytesAhead = 4 << 10;
@@ -111,7 +119,7 @@ void for_each_block(const Range& range, Body&& body) {
     finish_streaming();
   };
   const int64_t bytes = std::max(itemsize(scalar(range.stream->dtype)), itemsize(range.stream->wire));
-  if (count * bytes < kSerialBytes) return run_piece(range.begin, range.end);
+  if (!range.manner.pool || count * bytes < kSerialBytes) return run_piece(range.begin, range.end);
 
   static_assert(kBlockBytes % (64 * 8) == 0);
   const int64_t block = kBlockBytes / bytes;
@@ -200,15 +208,13 @@ struct Elements {
   const Element gradient, wire;
 };
 
-bool worth_streaming(const Stream& stream) { return stream.numel() * itemsize(scalar(stream.dtype)) >= kStreamBytes; }
-
 }  // namespace
 
 // ---- the operations ----------------------------------------------------------------------------------------------------------
 
 void pack(const Range& range, void* wire, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.gradient, elements.wire, nonfinite != nullptr, worth_streaming(*range.stream));
+  const Converts convert(elements.gradient, elements.wire, nonfinite != nullptr, range.manner.past_caches);
   const Divisor whole = make_divisor(1);
   const int64_t size = itemsize(elements.wire);
   for_each_block(range, [&](int64_t begin, int64_t end) {
@@ -229,7 +235,7 @@ void pack(const Range& range, void* wire, uint8_t* nonfinite) {
 
 void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.wire, elements.gradient, nonfinite != nullptr, worth_streaming(*range.stream));
+  const Converts convert(elements.wire, elements.gradient, nonfinite != nullptr, range.manner.past_caches);
   const Divisors divisors(divide);
   const int64_t size = itemsize(elements.wire);
   for_each_block(range, [&](int64_t begin, int64_t end) {
@@ -248,7 +254,7 @@ void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t*
 
 void reduce_unpack(const Range& range, const void* const* rows, int num_rows, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Sums sum(elements.wire, elements.gradient, rows, num_rows, nonfinite != nullptr, worth_streaming(*range.stream));
+  const Sums sum(elements.wire, elements.gradient, rows, num_rows, nonfinite != nullptr, range.manner.past_caches);
   const Divisors divisors(divide);
   for_each_block(range, [&](int64_t begin, int64_t end) {
     for_each_chunk_ahead(range, begin, end, [&](const Chunk& chunk) {
