@@ -75,7 +75,21 @@ __all__ = [
 ]
 
 
+def _extension() -> Any:
+    try:
+        return import_module("gradpack._C")
+    except ModuleNotFoundError as error:
+        from gradpack.errors import BuildError
+
+        raise BuildError(
+            f"import: gradpack: found {__path__[0]}, a source folder without its extension, wanted an installed package: run "
+            "`pip install .` in the folder that holds it, and Python from another one"
+        ) from error
+
+
 def __getattr__(name: str) -> Any:
+    if name == "_C":
+        return _extension()
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'gradpack' has no attribute {name!r}")

@@ -48,8 +48,9 @@ def _nccl() -> str:
     return "not found"
 
 
-def report() -> str:
-    """The environment report, one fact a line."""
+def report() -> tuple[str, bool]:
+    """The environment report, one fact a line, and whether gradpack can be used."""
+    usable = True
     lines = [
         f"gradpack {__version__}",
         f"python {platform.python_version()} ({sys.executable})",
@@ -64,6 +65,7 @@ def report() -> str:
         lines.append(f"threads {_C.num_threads()} of {len(os.sched_getaffinity(0))} processors")
         lines.append(f"CUDA {'built in' if _C.cuda_built else 'not built in'}")
     except (ImportError, ValueError) as error:
+        usable = False
         lines.append(f"not usable: {error}")
     lines += [f"CUDA driver {_cuda_driver()}", f"NCCL {_nccl()}"]
     lines += [f"{package} {_installed(package)}" for package in ("torch", "numpy", "cupy", "mpi4py")]
@@ -74,12 +76,15 @@ def report() -> str:
         try:
             settings.get(name)
         except ValueError as error:
+            usable = False
             shown += f" (not usable: {error})"
         lines.append(f"  {name} = {shown}: {setting.meaning}")
-    return "\n".join(lines)
+    return "\n".join(lines), usable
 
 
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(report())
+    text, usable = report()
+    print(text)
+    sys.exit(not usable)

@@ -9,7 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -158,8 +158,8 @@ class GroupState:
 
     def drain(self) -> None:
         """Waits until the worker has nothing left to do: calls run in the order in which they were made."""
-        if self._worker is not None:
-            self._worker.submit(lambda: None).result()
+        # What is not in this list is done. Nothing may be submitted for it: at exit Python has closed all executors by now.
+        wait(list(self._unreported))
 
     def raise_unreported(self) -> None:
         """Waits until the worker has nothing left to do, then raises what a background call found and nobody waited for.

@@ -224,7 +224,9 @@ def _torch_distributed(operation: str) -> Any:
     try:
         import torch.distributed as dist
     except ImportError as error:
-        raise BuildError(f"{operation}: group: torch is not installed, wanted it: pip install 'gradpack[torch]'") from error
+        raise BuildError(
+            f"{operation}: group: torch is not installed, wanted it, or a group that needs none: pip install torch"
+        ) from error
     if not dist.is_available():
         raise BuildError(f"{operation}: group: found a torch built without distributed, wanted one with it")
     return dist

@@ -58,6 +58,8 @@ def note(path: str) -> None:
 def strike(way: str, after: float, path: str) -> None:
     """Starts a child that sends this process a signal later, and lives on with all that it inherited."""
     parent = os.getpid()
+    # A shell has background jobs ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Python drops what is raised in the callbacks of a fork, an interruption too.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if os.fork():

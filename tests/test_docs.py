@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,8 +95,23 @@ def test_settings_that_cannot_be_are_named(name: str, value: str, wanted: str, m
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"environment: {name}: found '{value}', {wanted}"):
         settings.get(name)
-    text = subprocess.run([sys.executable, "-m", "gradpack"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([sys.executable, "-m", "gradpack"], capture_output=True, text=True)
+    text = done.stdout
+    assert done.returncode == 1
     assert f"{name} = '{value}' (not usable: environment: {name}: found '{value}', {wanted}" in text
+
+
+def test_a_source_folder_without_its_extension_says_so(tmp_path: Path) -> None:
+    shutil.copytree(Path(gradpack.__file__).parent, tmp_path / "gradpack", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    # Without what is installed: an editable installation finds the extension of its own folder.
+    python = [sys.executable, "-S"]
+    done = subprocess.run([*python, "-m", "gradpack"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    message = f"import: gradpack: found {tmp_path / 'gradpack'}, a source folder without its extension, wanted an installed"
+    assert f"not usable: {message}" in done.stdout
+    program = "import gradpack\ngradpack.allreduce([])"
+    done = subprocess.run([*python, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert f"gradpack.errors.BuildError: {message}" in done.stderr
 
 
 def test_the_list_of_names_is_what_resolves() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -66,6 +70,36 @@ def dropped(rank: int, world: int) -> None:
 
 def test_a_dropped_handle_loses_no_error_though_the_group_is_destroyed() -> None:
     run_ranks(dropped, 2)
+
+
+LEFT_AT_EXIT = """
+import sys, torch, torch.distributed as dist, gradpack
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+gradpack.allreduce([torch.ones(3)], async_op=True).wait()
+if sys.argv[3] == "failed":
+    gradpack.allreduce([torch.ones(3 + rank)], async_op=True)
+"""
+
+
+@pytest.mark.parametrize("left", ["nothing", "failed"])
+def test_a_process_that_ends_tells_what_a_background_call_left(left: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEFT_AT_EXIT, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank), left], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        for rank in ranks:
+            _, text = rank.communicate(timeout=60)
+            assert rank.returncode == 0, text
+            told = re.findall(r"RuntimeWarning: (gradpack.*)", text)
+            if left == "nothing":
+                assert told == []
+            else:
+                (warning,) = told
+                assert re.match(r"gradpack: a call was left behind at exit: LayoutMismatch\(.*grads\[0\]", warning)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 class LateWork:
@@ -191,6 +225,7 @@ class Renamed(dist.ProcessGroupGloo):
 
 
 def over_an_unknown_backend(rank: int, world: int) -> None:
+    os.environ["GRADPACK_TRANSPORT"] = "process_group"
     dist.Backend.register_backend("renamed", Renamed.create, devices=["cpu"])
     group = dist.new_group([0, 1], backend="renamed")
     known = len(dist.distributed_c10d._world.pg_map)
