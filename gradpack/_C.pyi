@@ -1,7 +1,7 @@
 """The extension's face. Counts are elements of the gradient's dtype unless a name says bytes."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 __version__: str
 cuda_built: bool
@@ -161,3 +161,69 @@ class Peers:
         """Tells all ranks; only the first time counts. Of `text` the first 2000 bytes. Takes 0.2 s at most."""
     def close(self) -> None:
         """Says farewell, with the number of calls finished, and ends all connections and the thread, within 0.3 s."""
+
+@final
+class ShmChannel:
+    """One rank's end of a segment of shared memory: opens calls, finds out whether all ranks make the same one, carries it out.
+
+    What was begun goes on in `advance`, without the GIL. `plan` and what comes with it are kept until it is over. Raises OSError
+    where the system grants no memory, ValueError for a shape or a call that cannot be, RuntimeError in a forked child and once it
+    is closed.
+    """
+
+    @staticmethod
+    def create(ranks: int, lanes: int, slots: int, slot_bytes: int, rank: int, spin: float, path: str = "") -> ShmChannel:
+        """Makes a segment: memory without a name, or a new file `path`.
+
+        `slot_bytes` is a multiple of 4096. `spin` is how long, in seconds, to wait for another rank with the processor kept busy.
+        """
+    @staticmethod
+    def attach(
+        ranks: int, lanes: int, slots: int, slot_bytes: int, rank: int, spin: float, location: str, nonce: bytes
+    ) -> ShmChannel:
+        """Opens the segment that another process made, with the same shape."""
+    @property
+    def location(self) -> str: ...
+    @property
+    def nonce(self) -> bytes: ...
+    @property
+    def nbytes(self) -> int: ...
+    def begin(
+        self,
+        header: bytes,
+        plan: Plan | None = None,
+        arrays: Arrays | None = None,
+        root: int | None = None,
+        divisor: int = 1,
+        counts: bytes | None = None,
+        nonfinite: Nonfinite | None = None,
+    ) -> None:
+        """Opens a call with a header of 640 bytes: an all-reduce, the broadcast of `root`, or one that moves no arrays."""
+    def carry(
+        self,
+        plan: Plan,
+        arrays: Arrays,
+        root: int | None = None,
+        divisor: int = 1,
+        counts: bytes | None = None,
+        nonfinite: Nonfinite | None = None,
+    ) -> None:
+        """Goes on after "differ" with the call that the ranks have agreed on."""
+    def begin_gather(self, own: bytes) -> None:
+        """Begins to collect bytes of all ranks."""
+    def advance(self, until: float) -> Literal["waiting", "done", "differ"]:
+        """Works until `time.monotonic()` comes to `until`. "differ": the headers do, and nothing was written."""
+    def headers(self) -> list[bytes]:
+        """Those of the last opening, in rank order."""
+    def gathered(self) -> list[bytes]:
+        """What the last gather collected, in rank order."""
+    def steps(self) -> int:
+        """Steps that this rank has finished since the beginning."""
+    def position(self) -> tuple[int, int, int] | None:
+        """What this rank has not finished of the call under way: stream, first element, one past the last."""
+    def hide(self) -> None:
+        """No other process can attach from now on."""
+    def set_tuning(self, chunk_bytes: int, sharded_bytes: int, past_caches: bool) -> None:
+        """What calls are to use where this rank is rank 0: no choice changes a bit."""
+    def close(self) -> None:
+        """Lets go of the segment."""

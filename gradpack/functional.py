@@ -97,7 +97,7 @@ def allreduce(
         check_finite: Whether to look for inf and NaN in the result, at no extra pass over memory.
         group: A torch process group, an mpi4py communicator, any object with ``rank``, ``size`` and
             ``allgather(data, timeout=seconds)`` of bytes, or None for torch's default process group.
-        transport: ``"auto"`` or ``"process_group"``.
+        transport: ``"auto"``, ``"shared_memory"`` (all ranks on one host) or ``"process_group"``.
         names: One name for each array, for messages and ``Result.nonfinite``.
         timeout: Seconds or a timedelta to wait for the other ranks; None for the group's own.
         async_op: Whether to run in the background and return a ``Handle`` at once; until it is done the gradients must be left
@@ -335,10 +335,11 @@ def explain(
         if transports.alone(state):
             return Explanation(packer.layout, None, ("a world of one rank: nothing travels",))
         state.drain()
-        chosen = transports.select("explain", state, options.transport)
-        why = "the only one for CPU gradients in this version" if options.transport == "auto" else "asked for by name"
-        lines = (f"transport: {chosen.name}: {why}; {state.size} ranks", *chosen.explain(packer))
-        return Explanation(packer.layout, chosen.name, lines)
+        chosen = transports.select("explain", state)
+        chosen.check_offered("explain", options.transport)
+        name = chosen.name if options.transport == "auto" else options.transport
+        lines = (f"transport: {name}: the group {chosen.why}; {state.size} ranks", *chosen.explain(packer, name))
+        return Explanation(packer.layout, name, lines)
 
 
 def _packer(state: groups.GroupState, collected: arrays.Collected, described: _C.Arrays, options: Options) -> Packer:
@@ -383,7 +384,9 @@ class _Entry:
                 call = self._check(state, values, names, root, arguments)
             if transports.alone(state):
                 return self._run_alone(state, call)
-            chosen = transports.select(self.operation, state, call.options.transport, call.options.timeout)
+            chosen = transports.select(self.operation, state, call.options.timeout)
+            with transports.refusals(self.operation, state):
+                chosen.check_offered(self.operation, call.options.transport)
             if call.options.async_op:
                 return state.submit(lambda: self._in_background(state, chosen, call))
             return chosen.run(call)
@@ -394,6 +397,7 @@ class _Entry:
         options = Options.make(self.operation, **arguments)
         settings.get("GRADPACK_SLOT_BYTES")
         settings.get("GRADPACK_HOST_TIMEOUT")
+        settings.get("GRADPACK_TRANSPORT")
         _C.simd_name()
         if self.parameters == "value":
             if isinstance(root, bool) or not hasattr(root, "__index__"):

@@ -85,6 +85,12 @@ class Group:
         """Wire bytes of one element (of both its scalars where the dtype is complex)."""
         return wire_itemsize(self.dtype, self.wire)
 
+    def packs_text(self, begin: int, end: int) -> str:
+        """The packs that hold the elements ``begin`` to ``end`` of the stream, as messages name them."""
+        first, last = (bisect_right(self.cuts, at, 1, len(self.cuts) - 1) for at in (begin, max(begin, end - 1)))
+        packs = f"pack {first}" if first == last else f"packs {first} to {last}"
+        return f"{packs} of {len(self.cuts) - 1} of {self.dtype}"
+
 
 def wire_itemsize(dtype: str, wire: str) -> int:
     """Wire bytes of one element of ``dtype`` whose scalars travel as ``wire``."""

@@ -47,7 +47,7 @@ class Packer:
         self._options = options
         self.specs = tuple(specs)
         self.logical: tuple[int, ...] = ()
-        self.fingerprints: dict[tuple[str, int | None], bytes] = {}
+        self.fingerprints: dict[tuple[Any, ...], bytes] = {}
         self._plans: OrderedDict[frozenset[int], Planned] = OrderedDict()
         self._walk_digest: bytes | None = None
         self._names: tuple[str, ...] = ()

@@ -54,7 +54,8 @@ class Peers:
         except ValueError:
             # Each call refuses such a setting before it comes here; telling the other ranks so takes connections.
             seconds = float(settings.SETTINGS["GRADPACK_HOST_TIMEOUT"].default)
-        self._native = _C.Peers(rank, size, seconds, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        self._native = _C.Peers(rank, size, seconds, interface, host=str(settings.get("GRADPACK_HOST")))
 
     def meet(self, allgather: Callable[[bytes, float], list[bytes]], check: Callable[[], None], deadline: float) -> None:
         """Connects to all ranks. Every rank of the group must call it.

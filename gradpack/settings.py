@@ -77,6 +77,7 @@ SETTINGS: dict[str, Setting] = {
         "the one protocol to read arrays by; auto takes the fastest that each array offers",
     ),
     "GRADPACK_FULL_PATH": Setting("0", _flag, "1: a world of one rank packs, reduces and unpacks too (tests, timing)"),
+    "GRADPACK_HOST": Setting("", str, "name of this host; ranks of different names share no memory. Empty: the kernel's boot id"),
     "GRADPACK_HOST_TIMEOUT": Setting(
         "1.5", _seconds, "seconds after which another host that acknowledges nothing counts as gone"
     ),
@@ -86,6 +87,9 @@ SETTINGS: dict[str, Setting] = {
     ),
     "GRADPACK_SLOT_BYTES": Setting(
         str(8 << 20), _slot_bytes, "bytes of one of the six staging slots; equal on all ranks, read at a group's first call"
+    ),
+    "GRADPACK_TRANSPORT": Setting(
+        "auto", _one_of("auto", "process_group"), "process_group: no shared memory, for groups whose first call is still to come"
     ),
 }
 

@@ -88,7 +88,7 @@ def _gather(group: Any, operation: str, timeout: Any, make: Callable[[], bytes])
             data = make()
         if transports.alone(state):
             return state, [data]
-        return state, transports.select(operation, state, "auto", options.timeout).gather(operation, data, options.timeout)
+        return state, transports.select(operation, state, options.timeout).gather(operation, data, options.timeout)
 
 
 def _checksums(described: _C.Arrays) -> list[str]:

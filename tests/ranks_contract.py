@@ -14,6 +14,7 @@ import torch
 import gradpack
 import gradpack.groups
 from gradpack.testing import LocalGroup, assert_same, exact_values, local_group
+from gradpack.transports import shm_meeting
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class OnlyAllGather:
 @functools.cache
 def group_of(kind: str) -> Any:
     """The group that a kind of the contract suite means, the same object on every call."""
-    if kind == "process_group":
+    if kind in ("process_group", "shared_memory"):
         return None
     return OnlyAllGather(local_group()) if kind == "allgather" else local_group()
 
@@ -100,6 +101,10 @@ def group_of(kind: str) -> Any:
 def run_cases(rank: int, world: int, kind: str, listed: list[Case], environment: dict[str, str]) -> int:
     """Runs the cases under settings from the environment; returns how many calls really went through the transport."""
     os.environ.update(environment)
+    if kind != "shared_memory":
+        os.environ["GRADPACK_TRANSPORT"] = "process_group"
+    elif "GRADPACK_SLOT_BYTES" in environment:
+        shm_meeting.SLOT_BYTES = int(environment["GRADPACK_SLOT_BYTES"])
     for case in listed:
         grads = [torch.as_tensor(np.asarray(values)).to(getattr(torch, case.dtype)) for values in values_of(case, rank, world)]
         options: dict[str, Any] = {"op": case.op, "compress": case.compress, "splits": case.splits}
@@ -113,5 +118,6 @@ def run_cases(rank: int, world: int, kind: str, listed: list[Case], environment:
 
 def calls_made(kind: str) -> int:
     """How many calls the group's transport has carried."""
-    state = gradpack.groups.resolve("test", group_of(kind))
-    return state.resource("process_group", lambda: None).calls
+    transport = gradpack.groups.resolve("test", group_of(kind)).resource("transport", lambda: None)
+    assert transport.name == ("shared_memory" if kind == "shared_memory" else "process_group")
+    return transport.calls

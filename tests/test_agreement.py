@@ -245,7 +245,7 @@ def test_memory_orders_that_differ_are_agreed(world: int, count: int) -> None:
 
 
 def slot_bytes(rank: int, world: int) -> str:
-    os.environ["GRADPACK_SLOT_BYTES"] = str(65536 * (1 + rank))
+    os.environ |= {"GRADPACK_SLOT_BYTES": str(65536 * (1 + rank)), "GRADPACK_TRANSPORT": "process_group"}
     # Enough gradients that the details take several rounds, whose size must not depend on the setting.
     return refused(
         lambda: gradpack.allreduce([torch.ones(2, 3)] + [torch.ones(1) for _ in range(20_000)]), gradpack.LayoutMismatch

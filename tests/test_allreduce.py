@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import os
 from typing import Any
 
 import numpy as np
@@ -281,16 +282,20 @@ def test_autograd_sees_what_was_written() -> None:
     run_ranks(autograd, 2)
 
 
-def explains(rank: int, world: int) -> str:
+def explains(rank: int, world: int, transport: str) -> str:
+    os.environ["GRADPACK_TRANSPORT"] = transport
     return str(gradpack.explain([torch.ones(100_000), torch.ones(10, dtype=torch.bfloat16)], splits=2))
 
 
 def test_explain_names_transport_and_reason() -> None:
-    for text in run_ranks(explains, 2):
+    for text in run_ranks(explains, 2, "process_group"):
         assert "pack 1: 50,000 elements, float32, 200,000 bytes" in text
-        assert "transport: process_group: the only one" in text
+        assert "transport: process_group: the group goes by the process group (GRADPACK_TRANSPORT on rank 0)" in text
         assert "2 slices, 2 of them direct and 0 sharded" in text
-    assert "nothing travels" in run_ranks(explains, 1)[0]
+    for text in run_ranks(explains, 2, "auto"):
+        assert "transport: shared_memory: the group has all 2 ranks on one host" in text
+        assert "over: a segment of " in text
+    assert "nothing travels" in run_ranks(explains, 1, "auto")[0]
 
 
 def test_plan_needs_no_group() -> None:

@@ -11,7 +11,7 @@ import ranks_contract
 from gradpack.testing import run_ranks
 from gradpack.transports.opening import MAX_PAYLOAD_WORLD
 
-KINDS = ["process_group", "allgather", "alltoall"]
+KINDS = ["shared_memory", "process_group", "allgather", "alltoall"]
 LONG = os.environ.get("GRADPACK_TEST_LONG") == "1"
 DTYPES = tuple(ranks_contract.DTYPES)
 ELSEWHERE = {"GRADPACK_FULL_PATH": "1"}
@@ -24,7 +24,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def check(kind: str, world: int, listed: list[ranks_contract.Case], environment: dict[str, str]) -> None:
-    backend = "gloo" if kind == "process_group" else None
+    backend = "gloo" if kind in ("shared_memory", "process_group") else None
     made = run_ranks(ranks_contract.run_cases, world, kind, listed, ELSEWHERE | environment, deadline=300, backend=backend)
     assert made == [len(listed)] * world
 

@@ -21,37 +21,42 @@ MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).p
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_every_call_over_an_object(world: int) -> None:
-    over = run_ranks(ranks_numpy.check_local, world, backend=None)
-    assert over == ["over: allgather and alltoall of the group"] * world
+@pytest.mark.parametrize(
+    ("transport", "over"), [("auto", "over: a segment of "), ("process_group", "over: allgather and alltoall of the group")]
+)
+def test_every_call_over_an_object(world: int, transport: str, over: str) -> None:
+    assert all(found.startswith(over) for found in run_ranks(ranks_numpy.check_local, world, transport, backend=None))
 
 
 @pytest.mark.skipif(not MPIRUN or not importlib.util.find_spec("mpi4py"), reason="wants mpi4py and mpirun")
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_call_over_mpi(world: int) -> None:
-    done = mpirun(world, sys.executable)
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
+def test_every_call_over_mpi(world: int, transport: str) -> None:
+    done = mpirun(world, sys.executable, transport)
     assert sorted(line[:11] for line in done.stdout.splitlines()) == [f"rank {rank} of {world}" for rank in range(world)]
 
 
-def mpirun(world: int, python: str) -> subprocess.CompletedProcess[str]:
+def mpirun(world: int, python: str, transport: str) -> subprocess.CompletedProcess[str]:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(MPIRUN), "--oversubscribe", "-n", str(world), python, str(Path(ranks_numpy.__file__)), "mpi"]
-    done = subprocess.run(command, env=os.environ | as_root, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        command, env=os.environ | as_root | {"GRADPACK_TRANSPORT": transport}, capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 class Broken:
-    """A group whose ``allgather`` does as ``how`` says from the second call on."""
+    """A group whose ``allgather`` does as ``how`` says after its first ``good`` times."""
 
-    def __init__(self, how: str) -> None:
-        self.group, self.how, self.calls = local_group(), how, 0
+    def __init__(self, how: str, good: int) -> None:
+        self.group, self.how, self.good, self.calls = local_group(), how, good, 0
         self.rank, self.size = self.group.rank, self.group.size
 
     def allgather(self, data: bytes, timeout: float) -> Any:
         self.calls += 1
         found: Any = self.group.allgather(data, timeout)
-        if self.calls < 3:
+        if self.calls <= self.good:
             return found
         if self.how == "raises":
             raise KeyError("no such rank")
@@ -68,7 +73,8 @@ WRONG = {
 
 
 def misbehaves(rank: int, world: int, how: str) -> None:
-    group = Broken(how)
+    os.environ["GRADPACK_TRANSPORT"] = "process_group"
+    group = Broken(how, 3)  # two to meet, one for the first call
     gradpack.allreduce([np.ones(4, np.float32)], group=group)
     with pytest.raises(gradpack.TransportError, match=WRONG[how]):
         gradpack.allreduce([np.ones(4, np.float32)], group=group, timeout=5)
@@ -79,6 +85,20 @@ def misbehaves(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("how", sorted(WRONG))
 def test_an_object_that_misbehaves_is_told_apart(how: str) -> None:
     assert [outcome.text for outcome in try_ranks(misbehaves, 2, how, backend=None)] == ["", ""]
+
+
+def misbehaves_at_the_meeting(rank: int, world: int, how: str, good: int) -> str:
+    with pytest.raises(gradpack.TransportError) as caught:
+        gradpack.allreduce([np.ones(4, np.float32)], group=Broken(how, good), timeout=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("good", [1, 2, 3])
+@pytest.mark.parametrize("how", sorted(WRONG))
+def test_an_object_that_misbehaves_while_ranks_meet_is_told_apart(how: str, good: int) -> None:
+    wanted = "found no card of rank 0" if how == "cut" else WRONG[how]
+    for text in run_ranks(misbehaves_at_the_meeting, 2, how, good, backend=None):
+        assert text.startswith("allreduce: first call on this group: ") and wanted in text
 
 
 class Fake:

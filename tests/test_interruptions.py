@@ -114,16 +114,18 @@ class Other(gradpack.TransportError):
         super().__init__("of another make")
 
 
-def fails_inside(rank: int, world: int, kind: type[Exception]) -> None:
+def fails_inside(rank: int, world: int, kind: type[Exception], transport: str) -> None:
     from gradpack.transports.pipeline import Pipeline
+    from gradpack.transports.shared_memory import SharedMemoryTransport
 
+    os.environ["GRADPACK_TRANSPORT"] = transport
     one_call(0, rank, world)
 
     def fails(*arguments: Any) -> None:
         raise kind
 
     if rank == 0:
-        Pipeline.carry = fails  # type: ignore[method-assign]
+        Pipeline.carry = SharedMemoryTransport._finish = fails  # type: ignore[method-assign]
     with pytest.raises(gradpack.TransportError if rank else kind.__mro__[1] if kind is Other else kind):
         one_call(1, rank, world)
         one_call(2, rank, world)
@@ -131,9 +133,10 @@ def fails_inside(rank: int, world: int, kind: type[Exception]) -> None:
         one_call(3, rank, world)
 
 
+@pytest.mark.parametrize("transport", ["auto", "process_group"])
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, Unprintable, Other])
-def test_an_error_inside_a_call_breaks_the_group_on_every_rank(kind: type[Exception]) -> None:
-    run_ranks(fails_inside, 2, kind)
+def test_an_error_inside_a_call_breaks_the_group_on_every_rank(kind: type[Exception], transport: str) -> None:
+    run_ranks(fails_inside, 2, kind, transport)
 
 
 def bad_setting(rank: int, world: int, name: str, value: str, later: bool) -> str:

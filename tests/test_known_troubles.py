@@ -20,7 +20,7 @@ from torch import nn
 import gradpack
 from gradpack.testing import assert_same, every_rank_raises, run_ranks, try_ranks
 
-KINDS = ["process_group", "allgather", "alltoall"]
+KINDS = ["shared_memory", "process_group", "allgather", "alltoall"]
 
 
 def of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def differ_later(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_difference_that_comes_up_later_is_named_in_that_call(kind: str) -> None:
-    run_ranks(differ_later, 3, kind, backend="gloo" if kind == "process_group" else None)
+    run_ranks(differ_later, 3, kind, backend="gloo" if kind in ("shared_memory", "process_group") else None)
 
 
 class Classifier(nn.Module):
@@ -333,7 +333,7 @@ def packings(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_depend_neither_on_packing_nor_on_what_carries_them(kind: str) -> None:
-    run_ranks(packings, 3, kind, backend="gloo" if kind == "process_group" else None)
+    run_ranks(packings, 3, kind, backend="gloo" if kind in ("shared_memory", "process_group") else None)
 
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------------

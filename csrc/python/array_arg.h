@@ -111,5 +111,6 @@ std::unique_ptr<Arrays> describe(pybind11::handle objects, Where where, Describe
 void bind_arrays(pybind11::module_& module);
 void bind_kernels(pybind11::module_& module);
 void bind_peers(pybind11::module_& module);
+void bind_shm(pybind11::module_& module);
 
 }  // namespace gradpack

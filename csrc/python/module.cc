@@ -44,4 +44,5 @@ PYBIND11_MODULE(_C, module) {
   gradpack::bind_arrays(module);
   gradpack::bind_kernels(module);
   gradpack::bind_peers(module);
+  gradpack::bind_shm(module);
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +14,10 @@ from gradpack.groups import GroupState
 from gradpack.members import ObjectRanks
 from gradpack.peers import Peers
 from gradpack.ranks import MPIRanks, TorchRanks
+from gradpack.transports import shm_meeting
 from gradpack.transports.base import Transport
 from gradpack.transports.collectives import Collectives
+from gradpack.transports.shared_memory import SharedMemoryTransport
 from gradpack.transports.staged import StagedTransport, Staging
 
 __all__ = ["alone", "refusals", "select"]
@@ -33,37 +37,55 @@ def refusals(operation: str, state: GroupState) -> Iterator[None]:
         if not alone(state):
             state.drain()
             try:
-                select(operation, state, "auto").refuse(operation, refusal, None)
+                select(operation, state).refuse(operation, refusal, None)
             except Exception as error:
                 # The caller's own mistake is what must be seen; that the others could not be told is its context.
                 raise refusal from error
         raise
 
 
-def select(operation: str, state: GroupState, requested: str, timeout: float | None = None) -> Transport:
-    """The transport of that name for the group, made at first use.
+def select(operation: str, state: GroupState, timeout: float | None = None) -> Transport:
+    """The transport that the group's calls are agreed on by, and go by unless they ask for another; made at first use.
 
     Args:
         operation: Name of the call, for messages.
         state: The group.
-        requested: ``"auto"`` or the name of a transport.
         timeout: Seconds to wait for the other ranks where they have to meet first; None for the group's own.
 
     Raises:
         TransportTimeout: They did not come.
         TransportError: They cannot meet.
     """
-    return state.resource(StagedTransport.name, lambda: _meet(operation, state, timeout))
-
-
-def _meet(operation: str, state: GroupState, timeout: float | None) -> StagedTransport:
-    """Makes the staged transport of a group. Every rank of the group must come."""
     deadline = time.monotonic() + (state.timeout if timeout is None else timeout)
-    try:
+    return state.resource("transport", lambda: _meet(operation, state, deadline))
+
+
+def _meet(operation: str, state: GroupState, deadline: float) -> Transport:
+    """Makes the transport of a group. Every rank of the group must come."""
+    with _breaking(operation, state):
         peers = state.peers = Peers(state.rank, state.size)
         peers.meet(state.ranks.allgather, state.ranks.check, deadline)
-        staging = Staging(state.size)
-        return StagedTransport(state, peers, staging, _collectives(state, peers, staging, deadline))
+        met = shm_meeting.meet(state.rank, lambda data: state.ranks.allgather(data, deadline))
+        if met.warning is not None and state.rank == 0:
+            warnings.warn(met.warning, RuntimeWarning, stacklevel=2)
+        if met.channel is None:
+            return _staged(state, met.why, deadline)
+        owner = weakref.ref(state)
+
+        def process_group(operation: str, deadline: float) -> Transport:
+            found = owner()
+            assert found is not None
+            with _breaking(operation, found):
+                return found.resource(StagedTransport.name, lambda: _staged(found, "was asked to", deadline))
+
+        return SharedMemoryTransport(state, peers, met.channel, met.why, process_group)
+
+
+@contextmanager
+def _breaking(operation: str, state: GroupState) -> Iterator[None]:
+    """Breaks the group where ranks that set up something together do not all come to an end with it."""
+    try:
+        yield
     except TransportError as error:
         named = renamed(error, f"{operation}: first call on this group: {error}")
         state.break_(named)
@@ -71,6 +93,12 @@ def _meet(operation: str, state: GroupState, timeout: float | None) -> StagedTra
     except BaseException as error:
         state.break_(error)
         raise
+
+
+def _staged(state: GroupState, why: str, deadline: float) -> StagedTransport:
+    assert state.peers is not None
+    staging = Staging(state.size)
+    return StagedTransport(state, state.peers, staging, _collectives(state, state.peers, staging, deadline), why)
 
 
 def _collectives(state: GroupState, peers: Peers, staging: Staging, deadline: float) -> Collectives:

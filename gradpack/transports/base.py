@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from gradpack import _C
 from gradpack.arrays import Collected
+from gradpack.errors import TransportError
 from gradpack.options import Options
-from gradpack.packer import Packer
+from gradpack.packer import Packer, Planned
 from gradpack.result import Result
 
-__all__ = ["Call", "Transport"]
+__all__ = ["Call", "Run", "Transport"]
 
 
 @dataclass
@@ -45,10 +46,50 @@ class Call:
         return Result(None if nonfinite is None else not found, found, wire_bytes, time.perf_counter() - self.began)
 
 
+@dataclass
+class Run:
+    """What a call in progress has settled: filled by the agreement, read by what moves the bytes.
+
+    Attributes:
+        call: The call.
+        planned: Its packs.
+        deadline: When to give up, as ``time.monotonic()`` counts.
+        nonfinite: Where the kernels note what is not finite, if anyone wants to know.
+        divisor: What sums are divided by.
+        counts: An int32 for each array, that takes the place of ``divisor``; or None.
+        wire_bytes: Bytes that this rank sent.
+    """
+
+    call: Call
+    planned: Planned
+    deadline: float
+    nonfinite: _C.Nonfinite | None
+    divisor: int
+    counts: bytes | None = None
+    wire_bytes: int = 0
+
+
 class Transport(ABC):
-    """Moves packs between the ranks of one group. Calls come one at a time, in the same order on every rank."""
+    """Moves packs between the ranks of one group. Calls come one at a time, in the same order on every rank.
+
+    Attributes:
+        name: What ``transport=`` calls it.
+        why: Why it is the transport of its group.
+    """
 
     name: str
+    why: str
+
+    def check_offered(self, operation: str, requested: str) -> None:
+        """Raises where calls on this group cannot go the way that was asked for by name; the same on all ranks.
+
+        Raises:
+            TransportError: They cannot.
+        """
+        if requested not in ("auto", self.name):
+            raise TransportError(
+                f"{operation}: transport: found {requested!r} on a group that {self.why}, wanted 'auto' or {self.name!r}"
+            )
 
     @abstractmethod
     def run(self, call: Call) -> Result:
@@ -73,8 +114,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def explain(self, packer: Packer) -> list[str]:
-        """Lines that say how the packs of ``packer`` would travel."""
+    def explain(self, packer: Packer, requested: str) -> list[str]:
+        """Lines that say how the packs of ``packer`` would travel by the transport that was asked for."""
 
     @abstractmethod
     def close(self) -> None:

@@ -92,10 +92,11 @@ class Header:
 
 def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, policy: dict[str, Any]) -> bytes:
     """16 bytes that are equal where the call may go on; kept in the packer, since every call needs it."""
-    found = packer.fingerprints.get((kind, root))
+    key = kind, root, *policy.values()
+    found = packer.fingerprints.get(key)
     if found is None:
         shaping = [PROTOCOL, kind, root, options.op, options.missing, options.compress, world, *policy.values()]
-        found = packer.fingerprints[(kind, root)] = digest([*shaping, packer.layout.fingerprint().hex()])
+        found = packer.fingerprints[key] = digest([*shaping, packer.layout.fingerprint().hex()])
     return found
 
 

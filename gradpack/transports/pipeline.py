@@ -11,20 +11,16 @@ Either way gradpack's own kernels sum, in rank order, so results depend neither 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 
-from gradpack import _C
 from gradpack.dtypes import DTYPES
 from gradpack.errors import TransportError, renamed
-from gradpack.packer import Planned
 from gradpack.peers import Peers
-from gradpack.transports.base import Call
+from gradpack.transports.base import Run
 from gradpack.transports.collectives import Collectives, Work, rows
 from gradpack.transports.slices import LINE_BYTES, Slice, round_up
 
-__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Pipeline", "Run"]
+__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Pipeline"]
 
 NUM_SLOTS = 6
 """Slices that are packed, on the wire or not yet unpacked: enough that a rank has work while it waits (``docs/design.md``)."""
@@ -36,24 +32,9 @@ DIRECT_BYTES = 4 << 20
 """The most that a rank sends the direct way where the sharded one is there too (``benchmarks/bench_ways.py``)."""
 
 
-@dataclass
-class Run:
-    """What a call in progress has settled: filled by the agreement, read by the pipeline."""
-
-    call: Call
-    planned: Planned
-    deadline: float
-    nonfinite: _C.Nonfinite | None
-    divisor: int
-    counts: bytes | None = None
-    wire_bytes: int = 0
-
-    def where(self, part: Slice) -> str:
-        """The packs that a slice is of, as messages name them."""
-        group = self.planned.layout.groups[part.stream]
-        first, last = (bisect_right(group.cuts, at, 1, len(group.cuts) - 1) for at in (part.begin, max(part.begin, part.end - 1)))
-        packs = f"pack {first}" if first == last else f"packs {first} to {last}"
-        return f"{packs} of {len(group.cuts) - 1} of {group.dtype}"
+def where(run: Run, part: Slice) -> str:
+    """The packs that a slice is of, as messages name them."""
+    return run.planned.layout.groups[part.stream].packs_text(part.begin, part.end)
 
 
 class Pipeline:
@@ -142,7 +123,7 @@ class Pipeline:
         try:
             work.wait(run.deadline)
         except TransportError as error:
-            raise renamed(error, f"{run.where(part)}: {error}") from error.__cause__
+            raise renamed(error, f"{where(run, part)}: {error}") from error.__cause__
 
     def _nbytes(self, run: Run, part: Slice) -> int:
         return part.numel * run.planned.layout.groups[part.stream].wire_itemsize
