@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 SANITIZED := build/sanitize
+RACES := build/races
 BIN := $(VENV)/bin
 # Twice quiet: no warnings about how pip is set up here, but still the output of a build that fails.
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -13,13 +14,14 @@ CPP_SOURCES := $(shell find csrc -type f ! -name 'LICENSE*')
 EXTENSION := $(wildcard gradpack/_C.*.so)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint types pytest sanitize bench format clean distclean FORCE
+.PHONY: help setup demo test test-long lint types pytest sanitize races bench format clean distclean FORCE
 
 help:
 	@echo 'make demo       set up .venv and train a small model on two ranks (examples/digits.py)'
-	@echo 'make test       set up .venv, then lint, types, pytest and sanitize'
+	@echo 'make test       set up .venv, then lint, types, pytest, sanitize and races'
 	@echo 'make test-long  the test suite with its long matrices and all cases of the fuzzer'
 	@echo 'make sanitize   the tests that need no torch, with AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make races      shared memory between threads, with ThreadSanitizer'
 	@echo 'make bench      the benchmarks, one after the other'
 	@echo 'make format     rewrite Python and C++ in the house style'
 	@echo 'make clean      remove what was built; make distclean removes .venv too'
@@ -57,7 +59,7 @@ FORCE:
 demo: setup
 	@$(BIN)/python examples/digits.py
 
-test: lint types pytest sanitize
+test: lint types pytest sanitize races
 
 test-long: export GRADPACK_TEST_LONG := 1
 test-long: pytest
@@ -80,7 +82,7 @@ pytest: setup
 # allocator would hide where a bytearray ends. A report goes to descriptor 2 and ends the process, so pytest may not capture that.
 sanitize: $(VENV)/.requirements
 	@echo '==> building the extension with sanitizers'
-	@$(BIN)/cmake --log-level=WARNING -S . -B $(SANITIZED) -G Ninja -DGRADPACK_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	@$(BIN)/cmake --log-level=WARNING -S . -B $(SANITIZED) -G Ninja -DGRADPACK_SANITIZE=ADDRESS -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 		-DPython_EXECUTABLE=$(abspath $(BIN))/python -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	@$(BIN)/cmake --build $(SANITIZED) -- --quiet
 	@rm -rf $(SANITIZED)/site && mkdir -p $(SANITIZED)/site && cp -R gradpack $(SANITIZED)/site
@@ -89,6 +91,17 @@ sanitize: $(VENV)/.requirements
 	@cd $(SANITIZED)/site && LD_PRELOAD="$$(cat ../preload.txt)" GRADPACK_TEST_SANITIZED=1 PYTHONPATH="$$PWD" PYTHONMALLOC=malloc \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=2 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 		$(abspath $(BIN))/python -m pytest -q -n 2 --capture=sys -c $(CURDIR)/pyproject.toml $(CURDIR)/tests $(PYTEST_ARGS)
+
+# The planted race has to be found: else the other program's silence would say nothing.
+races: $(VENV)/.requirements
+	@echo '==> building with ThreadSanitizer'
+	@$(BIN)/cmake --log-level=WARNING -S . -B $(RACES) -G Ninja -DGRADPACK_SANITIZE=THREAD -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	@$(BIN)/cmake --build $(RACES) -- --quiet
+	@echo '==> threads with ThreadSanitizer'
+	@TSAN_OPTIONS=halt_on_error=1:exitcode=66 $(RACES)/shm_threads
+	@TSAN_OPTIONS=halt_on_error=1:exitcode=66 $(RACES)/shm_threads_planted >$(RACES)/planted.log 2>&1; \
+		if [ $$? -ne 66 ] || ! grep -q 'ThreadSanitizer: data race' $(RACES)/planted.log; then \
+			echo 'make: the planted race was not found, see $(RACES)/planted.log' >&2; exit 1; fi
 
 bench: setup
 	@$(BIN)/python benchmarks/bench_border.py

@@ -177,14 +177,23 @@ def _pipe_group(rank: int, pipes: Sequence[Connection | None]) -> Iterator[None]
     _local_group = None
 
 
+def _settings() -> dict[str, str]:
+    """Gradpack's settings here and now; the server that ranks are forked from has those of when it began."""
+    return {name: value for name, value in os.environ.items() if name.startswith("GRADPACK_")}
+
+
 def _rank_main(
     rank: int,
     world: int,
     make_group: Callable[[], AbstractContextManager[None]],
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    settings: dict[str, str],
     out: Connection,
 ) -> None:
+    for name in _settings():
+        del os.environ[name]
+    os.environ.update(settings)
     try:
         with make_group():
             out.send(Outcome(value=function(rank, world, *args)))
@@ -225,8 +234,11 @@ def try_ranks(
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         groups = [partial(_process_group, rank, world, store.port, timeout, backend) for rank in range(world)]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    settings = _settings()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world, groups[rank], function, args, pipes[rank][1]), daemon=True)
+        context.Process(
+            target=_rank_main, args=(rank, world, groups[rank], function, args, settings, pipes[rank][1]), daemon=True
+        )
         for rank in range(world)
     ]
     outcomes: list[Outcome | None] = [None] * world

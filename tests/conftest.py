@@ -14,6 +14,15 @@ import pytest
 hypothesis.settings.register_profile("gradpack", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("gradpack")
 
+
+@pytest.fixture(params=["shared_memory", "process_group"])
+def over(request, monkeypatch):
+    """What the ranks of a test, which are all on this host, go by."""
+    if request.param == "process_group":
+        monkeypatch.setenv("GRADPACK_TRANSPORT", "process_group")
+    return request.param
+
+
 SANITIZED = os.environ.get("GRADPACK_TEST_SANITIZED") == "1"
 
 

@@ -13,6 +13,8 @@ import torch
 import gradpack
 from gradpack.testing import assert_same, run_ranks
 
+pytestmark = pytest.mark.usefixtures("over")
+
 
 def refused(call: Any, kind: type[Exception]) -> str:
     """The message of the error that ``call`` must raise."""

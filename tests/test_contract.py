@@ -54,9 +54,10 @@ def test_pack_boundaries(kind: str, world: int) -> None:
     check(kind, world, listed, {"GRADPACK_SLOT_BYTES": "65536"})
 
 
-def test_more_ranks_than_share_a_payload(kind: str) -> None:
+@pytest.mark.parametrize("world", [8, MAX_PAYLOAD_WORLD + 1])
+def test_many_ranks(kind: str, world: int) -> None:
     listed = list(ranks_contract.cases((1, 4097), ("float32", "bfloat16", "int32"), (3,)))
-    check(kind, MAX_PAYLOAD_WORLD + 1, listed, {})
+    check(kind, world, listed, {})
 
 
 def test_more_splits_than_elements(kind: str) -> None:

@@ -16,6 +16,8 @@ from ranks_failures import TIMEOUT
 import gradpack
 from gradpack.testing import assert_same, run_ranks, try_ranks
 
+pytestmark = pytest.mark.usefixtures("over")
+
 LONG = os.environ.get("GRADPACK_TEST_LONG") == "1"
 POINTS = ranks_failures.points(200, seed=7)
 
@@ -38,7 +40,7 @@ EXPECTED = {
 """Classes of the survivors' errors."""
 
 
-@pytest.mark.parametrize("index", range(len(POINTS) if LONG else 21))
+@pytest.mark.parametrize("index", range(len(POINTS) if LONG else 14))
 def test_every_survivor_knows(index: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     point, path = POINTS[index], tmp_path / "when"
     outcomes = try_ranks(ranks_failures.run, point.world, point, str(path), timeout=20, deadline=40)

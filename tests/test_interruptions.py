@@ -17,6 +17,8 @@ import gradpack
 from gradpack import groups
 from gradpack.testing import assert_same, run_ranks
 
+pytestmark = pytest.mark.usefixtures("over")
+
 TIMEOUT = 3.0
 
 
@@ -114,11 +116,10 @@ class Other(gradpack.TransportError):
         super().__init__("of another make")
 
 
-def fails_inside(rank: int, world: int, kind: type[Exception], transport: str) -> None:
+def fails_inside(rank: int, world: int, kind: type[Exception]) -> None:
     from gradpack.transports.pipeline import Pipeline
     from gradpack.transports.shared_memory import SharedMemoryTransport
 
-    os.environ["GRADPACK_TRANSPORT"] = transport
     one_call(0, rank, world)
 
     def fails(*arguments: Any) -> None:
@@ -133,10 +134,9 @@ def fails_inside(rank: int, world: int, kind: type[Exception], transport: str) -
         one_call(3, rank, world)
 
 
-@pytest.mark.parametrize("transport", ["auto", "process_group"])
 @pytest.mark.parametrize("kind", [ValueError, MemoryError, Unprintable, Other])
-def test_an_error_inside_a_call_breaks_the_group_on_every_rank(kind: type[Exception], transport: str) -> None:
-    run_ranks(fails_inside, 2, kind, transport)
+def test_an_error_inside_a_call_breaks_the_group_on_every_rank(kind: type[Exception]) -> None:
+    run_ranks(fails_inside, 2, kind)
 
 
 def bad_setting(rank: int, world: int, name: str, value: str, later: bool) -> str:

@@ -23,6 +23,8 @@ from gradpack import groups
 from gradpack.testing import assert_same, every_rank_raises, run_ranks, try_ranks
 from gradpack.transports.process_group import _Waiting
 
+pytestmark = pytest.mark.usefixtures("over")
+
 
 def background(rank: int, world: int) -> None:
     grads = [[torch.full((30_000,), float(rank + call))] for call in range(6)]

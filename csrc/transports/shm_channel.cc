@@ -17,7 +17,7 @@ const std::vector<Stream> kNoStreams;
 
 }  // namespace
 
-ShmChannel::ShmChannel(std::unique_ptr<ShmSegment> segment, int64_t rank, int64_t spin_ns)
+ShmChannel::ShmChannel(std::shared_ptr<ShmSegment> segment, int64_t rank, int64_t spin_ns)
     : segment_(std::move(segment)), rank_(rank), tuning_{shape().slot_bytes, 16 << 10, 0} {
   GP_CHECK(kValue, rank >= 0 && rank < shape().ranks, "ShmChannel: rank: found ", rank, ", wanted 0 to ", shape().ranks - 1);
   for (int64_t lane = 0; lane < shape().lanes; ++lane) lanes_.emplace_back(*segment_, rank, lane, spin_ns);

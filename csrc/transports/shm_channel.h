@@ -23,7 +23,7 @@ class ShmChannel {
   static constexpr size_t kHeaderBytes = 640;
 
   // `spin_ns`: how long to wait for another rank before giving up the processor.
-  ShmChannel(std::unique_ptr<ShmSegment> segment, int64_t rank, int64_t spin_ns);
+  ShmChannel(std::shared_ptr<ShmSegment> segment, int64_t rank, int64_t spin_ns);
 
   // What follows goes on in advance(), until that returns another status than kWaiting.
 
@@ -69,7 +69,7 @@ class ShmChannel {
   bool carry_out(int64_t until_ns);
   bool advance_gather(int64_t until_ns);
 
-  const std::unique_ptr<ShmSegment> segment_;
+  const std::shared_ptr<ShmSegment> segment_;
   const int64_t rank_;
   std::vector<ShmLane> lanes_;
   int64_t busy_lanes_ = 0;
