@@ -395,10 +395,10 @@ class _Entry:
         self, state: groups.GroupState, values: Any, names: Iterable[str] | None, root: Any, arguments: dict[str, Any]
     ) -> Call:
         options = Options.make(self.operation, **arguments)
-        settings.get("GRADPACK_SLOT_BYTES")
-        settings.get("GRADPACK_HOST_TIMEOUT")
-        settings.get("GRADPACK_TRANSPORT")
-        _C.simd_name()
+        if not state.met:
+            for name in ("GRADPACK_SLOT_BYTES", "GRADPACK_HOST_TIMEOUT", "GRADPACK_TRANSPORT"):
+                settings.get(name)
+            _C.simd_name()
         if self.parameters == "value":
             if isinstance(root, bool) or not hasattr(root, "__index__"):
                 raise TypeError(f"{self.operation}: root: found {root!r} ({type(root).__name__}), wanted a rank of the group")

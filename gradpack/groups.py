@@ -121,6 +121,11 @@ class GroupState:
             self.ranks.abandon(cause)
         self._told = True
 
+    @property
+    def met(self) -> bool:
+        """Whether something was made together with the other ranks, by settings that count from then on."""
+        return bool(self._resources)
+
     def resource(self, name: str, make: Callable[[], _Made]) -> _Made:
         """The resource of that name, made at first use and closed with the group."""
         if name not in self._resources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -95,44 +96,60 @@ class Options:
         return self.splits, self.bytes_per_pack, self.cut, self.op, self.compress, self.missing
 
     @staticmethod
-    def make(
-        operation: str,
-        *,
-        splits: object = 4,
-        bytes_per_pack: object = None,
-        cut: object = "even",
-        op: object = "mean",
-        compress: object = None,
-        scaling: object = None,
-        max_norm: object = None,
-        missing: object = "error",
-        check_finite: object = True,
-        transport: object = "auto",
-        timeout: object = None,
-        async_op: object = False,
-    ) -> Options:
+    def make(operation: str, **arguments: object) -> Options:
         """Checks every argument of ``operation``; messages read *operation: argument: found, wanted*.
+
+        Args:
+            operation: Name of the call.
+            **arguments: Those of ``allreduce`` that shape it, by name; absent ones have its defaults.
 
         Raises:
             TypeError: An argument has a type that it never takes.
             ValueError: An argument has a value that it does not take.
             NotImplementedError: ``scaling`` or ``max_norm`` is asked for; this version has neither.
         """
-        for argument, value in (("scaling", scaling), ("max_norm", max_norm)):
-            if value is not None:
-                raise NotImplementedError(f"{operation}: {argument}: found {value!r}, wanted None: this version does not have it")
-        made = Options(
-            splits=_positive(operation, "splits", splits),
-            bytes_per_pack=None if bytes_per_pack is None else _positive(operation, "bytes_per_pack", bytes_per_pack),
-            cut=str(_name(operation, "cut", cut, ("even", "gradient"))),
-            op=str(_name(operation, "op", op, ("mean", "sum"))),
-            compress=_name(operation, "compress", compress, tuple(COMPRESS)),
-            missing=str(_name(operation, "missing", missing, ("error", "zeros", "mean_present"))),
-            check_finite=_flag(operation, "check_finite", check_finite),
-            transport=str(_name(operation, "transport", transport, _TRANSPORTS)),
-            timeout=_seconds(operation, "timeout", timeout),
-            async_op=_flag(operation, "async_op", async_op),
-        )
-        if made.missing == "mean_present" and made.op != "mean":
-            raise ValueError(f"{operation}: missing: found 'mean_present' with op={made.op!r}, wanted op='mean'")
-        return made
+        try:
+            hash(tuple(arguments.values()))
+        except TypeError:
+            return _check(operation, **arguments)
+        return _check_once(operation, **arguments)
+
+
+def _check(
+    operation: str,
+    *,
+    splits: object = 4,
+    bytes_per_pack: object = None,
+    cut: object = "even",
+    op: object = "mean",
+    compress: object = None,
+    scaling: object = None,
+    max_norm: object = None,
+    missing: object = "error",
+    check_finite: object = True,
+    transport: object = "auto",
+    timeout: object = None,
+    async_op: object = False,
+) -> Options:
+    for argument, value in (("scaling", scaling), ("max_norm", max_norm)):
+        if value is not None:
+            raise NotImplementedError(f"{operation}: {argument}: found {value!r}, wanted None: this version does not have it")
+    made = Options(
+        splits=_positive(operation, "splits", splits),
+        bytes_per_pack=None if bytes_per_pack is None else _positive(operation, "bytes_per_pack", bytes_per_pack),
+        cut=str(_name(operation, "cut", cut, ("even", "gradient"))),
+        op=str(_name(operation, "op", op, ("mean", "sum"))),
+        compress=_name(operation, "compress", compress, tuple(COMPRESS)),
+        missing=str(_name(operation, "missing", missing, ("error", "zeros", "mean_present"))),
+        check_finite=_flag(operation, "check_finite", check_finite),
+        transport=str(_name(operation, "transport", transport, _TRANSPORTS)),
+        timeout=_seconds(operation, "timeout", timeout),
+        async_op=_flag(operation, "async_op", async_op),
+    )
+    if made.missing == "mean_present" and made.op != "mean":
+        raise ValueError(f"{operation}: missing: found 'mean_present' with op={made.op!r}, wanted op='mean'")
+    return made
+
+
+# A training loop asks for the same again and again; typed, since 1 is not True.
+_check_once = lru_cache(maxsize=256, typed=True)(_check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["MAX_THREADS", "MIN_SLOT_BYTES", "SETTINGS", "Setting", "get"]
 
@@ -100,9 +101,12 @@ def get(name: str) -> object:
     Raises:
         ValueError: The variable holds what the setting does not accept; the message names the variable.
     """
-    setting = SETTINGS[name]
-    text = os.environ.get(name, setting.default)
+    return _parsed(name, os.environ.get(name, SETTINGS[name].default))
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, text: str) -> object:
     try:
-        return setting.parse(text)
+        return SETTINGS[name].parse(text)
     except ValueError as error:
         raise ValueError(f"environment: {name}: found {text!r}, {error}") from None

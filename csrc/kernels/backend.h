@@ -6,6 +6,7 @@
 
 #include "common/array_view.h"
 #include "kernels/launch_table.h"
+#include "kernels/ops.h"
 
 namespace gradpack {
 
@@ -20,8 +21,8 @@ struct Divide {
 
 // How an operation goes about its work, which changes no bit of it.
 struct Manner {
-  bool past_caches;  // writes with streaming stores, for memory that nobody reads soon
-  bool pool;         // shares the work with the threads of the pool where that pays
+  Walk walk;
+  bool pool;  // shares the work with the threads of the pool where that pays
 };
 
 // What suits an operation that walks through all of a stream: packs and gradients that push themselves out of the caches are

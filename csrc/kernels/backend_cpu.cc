@@ -24,7 +24,9 @@ constexpr int64_t kStreamBytes = int64_t{32} << 20;
 
 }  // namespace
 
-Manner usual_manner(const Stream& stream) { return {stream.numel() * itemsize(scalar(stream.dtype)) >= kStreamBytes, true}; }
+Manner usual_manner(const Stream& stream) {
+  return {stream.numel() * itemsize(scalar(stream.dtype)) >= kStreamBytes ? Walk::kPastCaches : Walk::kUsual, true};
+}
 
 namespace cpu {
 namespace {
@@ -133,38 +135,40 @@ void for_each_block(const Range& range, Body&& body) {
 
 // ---- runs ------------------------------------------------------------------------------------------------------------------
 
+Walk walk_of(Walk walk, int64_t count) { return walk == Walk::kPastCaches && count < kMinStreamRun ? Walk::kUsual : walk; }
+
 // A convert, and a sum, with each kind of division, looked up once for a range.
 class Converts {
  public:
-  Converts(Element from, Element to, bool look, bool stream) : stream_(stream) {
+  Converts(Element from, Element to, bool look, Walk walk) : walk_(walk) {
     for (int how = 0; how < kNumDivisions; ++how) runs_[how] = runs().convert(from, to, static_cast<Division>(how), look);
   }
   bool operator()(const void* from, void* to, int64_t count, const Divisor& divisor) const {
-    return runs_[static_cast<int>(divisor.how)](from, to, count, divisor.operand, stream_ && count >= kMinStreamRun);
+    return runs_[static_cast<int>(divisor.how)](from, to, count, divisor.operand, walk_of(walk_, count));
   }
 
  private:
   ConvertRun runs_[kNumDivisions];
-  bool stream_;
+  Walk walk_;
 };
 
 class Sums {
  public:
-  Sums(Element from, Element to, const void* const* rows, int num_rows, bool look, bool stream)
-      : rows_(rows), num_rows_(num_rows), stream_(stream) {
+  Sums(Element from, Element to, const void* const* rows, int num_rows, bool look, Walk walk)
+      : rows_(rows), num_rows_(num_rows), walk_(walk) {
     for (int how = 0; how < kNumDivisions; ++how) runs_[how] = runs().sum(from, to, static_cast<Division>(how), look);
   }
   // Of the `count` scalars that begin `at` scalars after the begin of each row.
   bool operator()(int64_t at, void* to, int64_t count, const Divisor& divisor) const {
     const SumRun run = runs_[static_cast<int>(divisor.how)];
-    return run(rows_, num_rows_, at, to, count, divisor.operand, stream_ && count >= kMinStreamRun);
+    return run(rows_, num_rows_, at, to, count, divisor.operand, walk_of(walk_, count));
   }
 
  private:
   const void* const* const rows_;
   const int num_rows_;
   SumRun runs_[kNumDivisions];
-  bool stream_;
+  Walk walk_;
 };
 
 class Divisors {
@@ -214,7 +218,7 @@ struct Elements {
 
 void pack(const Range& range, void* wire, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.gradient, elements.wire, nonfinite != nullptr, range.manner.past_caches);
+  const Converts convert(elements.gradient, elements.wire, nonfinite != nullptr, range.manner.walk);
   const Divisor whole = make_divisor(1);
   const int64_t size = itemsize(elements.wire);
   for_each_block(range, [&](int64_t begin, int64_t end) {
@@ -235,7 +239,7 @@ void pack(const Range& range, void* wire, uint8_t* nonfinite) {
 
 void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Converts convert(elements.wire, elements.gradient, nonfinite != nullptr, range.manner.past_caches);
+  const Converts convert(elements.wire, elements.gradient, nonfinite != nullptr, range.manner.walk);
   const Divisors divisors(divide);
   const int64_t size = itemsize(elements.wire);
   for_each_block(range, [&](int64_t begin, int64_t end) {
@@ -254,7 +258,7 @@ void unpack(const Range& range, const void* wire, const Divide& divide, uint8_t*
 
 void reduce_unpack(const Range& range, const void* const* rows, int num_rows, const Divide& divide, uint8_t* nonfinite) {
   const Elements elements(*range.stream);
-  const Sums sum(elements.wire, elements.gradient, rows, num_rows, nonfinite != nullptr, range.manner.past_caches);
+  const Sums sum(elements.wire, elements.gradient, rows, num_rows, nonfinite != nullptr, range.manner.walk);
   const Divisors divisors(divide);
   for_each_block(range, [&](int64_t begin, int64_t end) {
     for_each_chunk_ahead(range, begin, end, [&](const Chunk& chunk) {
@@ -271,7 +275,7 @@ void reduce_unpack(const Range& range, const void* const* rows, int num_rows, co
 
 void reduce(const Range& range, const void* const* rows, int num_rows, const Divide& divide, void* wire) {
   const Elements elements(*range.stream);
-  const Sums sum(elements.wire, elements.wire, rows, num_rows, false, false);
+  const Sums sum(elements.wire, elements.wire, rows, num_rows, false, Walk::kUsual);
   const Divisors divisors(divide);
   const int64_t size = itemsize(elements.wire);
   for_each_block(range, [&](int64_t begin, int64_t end) {

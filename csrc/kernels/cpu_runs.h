@@ -9,11 +9,11 @@
 namespace gradpack {
 
 // `count` elements of `from` to `to`, which do not overlap. Says whether any element that it wrote is inf or NaN (false from
-// the functions that do not look). `stream`: write past the caches, for memory that nobody reads soon; the caller fences.
-using ConvertRun = bool (*)(const void* from, void* to, int64_t count, double operand, bool stream);
+// the functions that do not look). After kPastCaches the caller fences.
+using ConvertRun = bool (*)(const void* from, void* to, int64_t count, double operand, Walk walk);
 // to[i] = rows[0][at + i] + rows[1][at + i] + ..., summed in that order, divided and rounded as `convert` does. `to` may be where
-// a row is read from. The return value and `stream` are as above.
-using SumRun = bool (*)(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double operand, bool stream);
+// a row is read from. The return value is as above, and kManyPlaces is kUsual.
+using SumRun = bool (*)(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double operand, Walk walk);
 using CheckRun = bool (*)(const void* from, int64_t count);
 
 // Dtypes as the kernels tell them apart.

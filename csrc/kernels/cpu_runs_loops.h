@@ -45,6 +45,13 @@ GP_INLINE bool convert_singles(const From* from, To* to, int64_t count, Accumula
 // is 5 to 8 % faster than none, and than 1 KiB.
 constexpr uint64_t kPrefetchBytes = 4096;
 
+// A run that is read from several places in turn. Measured: a core that reads memory in one place gets 10 GB/s where it gets 14
+// in four, with hardware prefetch at work in each; in eight, or in places less than 16 KiB apart, it gets less again, and so it
+// does where what it writes goes past the caches.
+constexpr int64_t kPlaces = 4;
+constexpr int64_t kPlaceBytes = 16 << 10;
+constexpr int64_t kLineBytes = 64;
+
 // One step of a convert: Simd's lanes at index i.
 template <typename Simd, typename From, typename To, Division how, bool look>
 struct ConvertStep {
@@ -74,10 +81,28 @@ struct ConvertStep {
       if constexpr (look) seen.template note<To>(written);
     }
   }
+
+  // From index i on, as far as that goes; returns where it ended.
+  GP_INLINE int64_t many_places(int64_t i, int64_t count) {
+    constexpr int64_t kPerLine = kLineBytes / static_cast<int64_t>(sizeof(From));
+    constexpr int64_t kTurn = kPerLine > kLanes ? kPerLine : kLanes;
+    constexpr int64_t kMost = kPlaceBytes / static_cast<int64_t>(sizeof(From)), kLeast = kMost / 4;
+    while (count - i >= kPlaces * kLeast) {
+      const int64_t fair = (count - i) / kPlaces / kTurn * kTurn, place = fair < kMost ? fair : kMost;
+      for (const int64_t end = i + place; i < end; i += kTurn) {
+        for (int64_t begin = i; begin < i + kPlaces * place; begin += place) {
+#pragma GCC unroll 4
+          for (int64_t part = 0; part < kTurn; part += kLanes) at<false>(begin + part);
+        }
+      }
+      i += (kPlaces - 1) * place;
+    }
+    return i;
+  }
 };
 
 template <typename Simd, typename From, typename To, Division how, bool look>
-bool convert_run(const void* from_address, void* to_address, int64_t count, double divisor, bool stream) {
+bool convert_run(const void* from_address, void* to_address, int64_t count, double divisor, Walk walk) {
   using Step = ConvertStep<Simd, From, To, how, look>;
   const From* from = static_cast<const From*>(from_address);
   To* to = static_cast<To*>(to_address);
@@ -96,9 +121,10 @@ bool convert_run(const void* from_address, void* to_address, int64_t count, doub
     step.template at<false>(0);
     i = static_cast<int64_t>((kStepBytes - past) / sizeof(To));
   }
-  if (stream && can_align) {
+  if (walk == Walk::kPastCaches && can_align) {
     for (; i <= last; i += Step::kLanes) step.template at<true>(i);
   }
+  if (walk == Walk::kManyPlaces) i = step.many_places(i, count);
   for (; i <= last; i += Step::kLanes) step.template at<false>(i);
   // The rest ends where the run ends and overlaps what is done already: cheaper than a loop over single elements.
   if (i < count) step.template at<false>(last);
@@ -165,10 +191,11 @@ struct SumStep {
 };
 
 template <typename Simd, typename From, typename To, Division how, bool look>
-bool sum_run(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double divisor, bool stream) {
+bool sum_run(const void* const* rows, int num_rows, int64_t at, void* to, int64_t count, double divisor, Walk walk) {
   SumStep<Simd, From, To, how, look> step{rows, num_rows, at, static_cast<To*>(to), static_cast<AccumulatorOf<From>>(divisor)};
   bool seen = false;
   int64_t i = 0;
+  bool stream = walk == Walk::kPastCaches;
   if (stream) {
     // Streaming stores may not cross cache lines.
     const uint64_t past = reinterpret_cast<uint64_t>(to) % 64;
@@ -194,7 +221,7 @@ bool sum_run(const void* const* rows, int num_rows, int64_t at, void* to, int64_
 
 // Integers wrap and have no division, and compilers vectorise a loop over one row.
 template <typename T>
-bool sum_integers(const void* const* rows, int num_rows, int64_t at, void* to_address, int64_t count, double, bool) {
+bool sum_integers(const void* const* rows, int num_rows, int64_t at, void* to_address, int64_t count, double, Walk) {
   constexpr int64_t kBlock = 256;
   T sums[kBlock];
   T* to = static_cast<T*>(to_address);

@@ -10,6 +10,13 @@
 
 namespace gradpack {
 
+// How a run goes through memory.
+enum class Walk : uint8_t {
+  kUsual,
+  kPastCaches,  // writes with streaming stores, what nobody reads soon
+  kManyPlaces,  // reads in several places in turn, what lies in memory and not in the caches
+};
+
 // How a run is divided. x * (1 / n) has the bits of x / n where n is a power of two, and only there.
 enum class Division : uint8_t { kNone, kMultiply, kDivide };
 inline constexpr int kNumDivisions = 3;

@@ -10,7 +10,7 @@ namespace gradpack {
 namespace {
 
 // The most that the first chunk has: a call of this size needs one step.
-constexpr int64_t kFirstChunkBytes = 256 << 10;
+constexpr int64_t kFirstChunkBytes = 128 << 10;
 constexpr uint64_t kMaxGatheredBytes = uint64_t{1} << 31;
 
 const std::vector<Stream> kNoStreams;

@@ -126,13 +126,17 @@ char* ShmLane::slot_of(int64_t rank, uint64_t step) const {
 }
 
 Range ShmLane::range(const ShmPart& part, int64_t begin, int64_t end) const {
-  return {part.stream, call_.arrays, begin, end, Manner{false, false}};
+  return {part.stream, call_.arrays, begin, end, Manner{Walk::kUsual, false}};
 }
 
 void ShmLane::pack(const ShmChunk& chunk, uint64_t step) {
   if (is_broadcast() && rank_ != call_.root) return;
   char* const slot = slot_of(rank_, step);
-  for (const ShmPart& part : chunk) cpu::pack(range(part, part.begin, part.end), slot + part.offset, nullptr);
+  for (const ShmPart& part : chunk) {
+    Range whole = range(part, part.begin, part.end);
+    whole.manner.walk = Walk::kManyPlaces;
+    cpu::pack(whole, slot + part.offset, nullptr);
+  }
 }
 
 void ShmLane::reduce(const ShmChunk& chunk, uint64_t step) {
@@ -148,7 +152,7 @@ void ShmLane::reduce(const ShmChunk& chunk, uint64_t step) {
 void ShmLane::apply(const ShmChunk& chunk, uint64_t step) {
   for (const ShmPart& part : chunk) {
     Range whole = range(part, part.begin, part.end);
-    whole.manner.past_caches = tuning_.past_caches != 0;
+    if (tuning_.past_caches != 0) whole.manner.walk = Walk::kPastCaches;
     if (is_broadcast()) {
       cpu::unpack(whole, slot_of(call_.root, step) + part.offset, Divide{}, call_.nonfinite);
       continue;

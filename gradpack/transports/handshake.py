@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from gradpack.errors import LayoutMismatch
@@ -66,7 +67,7 @@ class Header:
 
     def encode(self) -> bytes:
         """The header as ``HEADER_BYTES`` bytes."""
-        presence = digest(self.present.hex())
+        presence = _digest_of_presence(self.present)
         fields = _STRUCT.pack(
             _MAGIC, PROTOCOL, self.refused, self.call, self.count, self.fingerprint, self.walk, self.names, presence
         )
@@ -88,6 +89,11 @@ class Header:
         bits = min(count, PRESENCE_GRADIENTS)
         present = data[_STRUCT.size : _STRUCT.size + (bits + 7) // 8]
         return Header(bool(refused), call, count, fingerprint, walk, names, present, presence)
+
+
+@lru_cache(maxsize=64)
+def _digest_of_presence(present: bytes) -> bytes:
+    return digest(present.hex())
 
 
 def fingerprint_of(kind: str, root: int | None, packer: Packer, options: Options, world: int, policy: dict[str, Any]) -> bytes:

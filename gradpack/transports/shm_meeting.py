@@ -24,7 +24,7 @@ __all__ = ["MAX_SEGMENT_BYTES", "Met", "meet"]
 SLOTS = 4
 """Chunks of a lane that are packed and not yet unpacked everywhere, at most."""
 
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 128 << 10
 """Small enough that the rings of all ranks stay in the caches, large enough that waiting for one another costs little
 (``docs/transports.md``)."""
 
