@@ -378,15 +378,21 @@ class _Entry:
     ) -> Result | Handle:
         state = groups.resolve(self.operation, group)
         with state.call(self.operation):
-            with transports.refusals(self.operation, state):
+            try:
                 if arguments.get("async_op") is not True:
                     state.raise_unreported()
                 call = self._check(state, values, names, root, arguments)
+            except Exception as refusal:
+                transports.refuse(self.operation, state, refusal)
+                raise
             if transports.alone(state):
                 return self._run_alone(state, call)
             chosen = transports.select(self.operation, state, call.options.timeout)
-            with transports.refusals(self.operation, state):
+            try:
                 chosen.check_offered(self.operation, call.options.transport)
+            except Exception as refusal:
+                transports.refuse(self.operation, state, refusal)
+                raise
             if call.options.async_op:
                 return state.submit(lambda: self._in_background(state, chosen, call))
             return chosen.run(call)

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from gradpack import ranks
@@ -53,12 +53,24 @@ class GroupState:
         self._worker: ThreadPoolExecutor | None = None
         self._unreported: list[Future[Result]] = []
 
+    def call(self, operation: str, *, counts: bool = True) -> AbstractContextManager[None]:
+        """Guards one call: one thread at a time, a group that still works.
+
+        Args:
+            operation: Name of the call, for messages.
+            counts: Whether every rank makes it.
+
+        Raises:
+            TransportError: One of these does not hold.
+        """
+        return self.entered(operation, works=True, counts=counts)
+
     @contextmanager
-    def entered(self, operation: str) -> Iterator[None]:
+    def entered(self, operation: str, *, works: bool = False, counts: bool = False) -> Iterator[None]:
         """Keeps other threads out of the group.
 
         Raises:
-            TransportError: Another thread is inside.
+            TransportError: Another thread is inside; with ``works``, an earlier call left the group broken.
         """
         mine = object()
         # Not a lock: a signal between taking it and the try would leave it taken for ever. Setting a default is atomic.
@@ -67,6 +79,9 @@ class GroupState:
                 raise TransportError(
                     f"{operation}: group: found another thread inside a call on this group, wanted one call at a time"
                 )
+            if works:
+                self.check_working(operation)
+            self.calls += counts
             yield
         finally:
             try:
@@ -77,22 +92,6 @@ class GroupState:
     def _leave(self, mine: object) -> None:
         if self._inside.get("call") is mine:
             self._inside.pop("call", None)
-
-    @contextmanager
-    def call(self, operation: str, *, counts: bool = True) -> Iterator[None]:
-        """Guards one call: one thread at a time, a group that still works.
-
-        Args:
-            operation: Name of the call, for messages.
-            counts: Whether every rank makes it.
-
-        Raises:
-            TransportError: One of these does not hold.
-        """
-        with self.entered(operation):
-            self.check_working(operation)
-            self.calls += counts
-            yield
 
     def check_working(self, operation: str) -> None:
         """Raises the first cause where the group is broken.

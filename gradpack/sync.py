@@ -82,10 +82,13 @@ def _gather(group: Any, operation: str, timeout: Any, make: Callable[[], bytes])
     """Meets all ranks of the group and collects what ``make`` makes on each; a refusal reaches the others before it is raised."""
     state = groups.resolve(operation, group)
     with state.call(operation):
-        with transports.refusals(operation, state):
+        try:
             state.raise_unreported()
             options = Options.make(operation, timeout=timeout)
             data = make()
+        except Exception as refusal:
+            transports.refuse(operation, state, refusal)
+            raise
         if transports.alone(state):
             return state, [data]
         return state, transports.select(operation, state, options.timeout).gather(operation, data, options.timeout)

@@ -20,7 +20,7 @@ from gradpack.transports.collectives import Collectives
 from gradpack.transports.shared_memory import SharedMemoryTransport
 from gradpack.transports.staged import StagedTransport, Staging
 
-__all__ = ["alone", "refusals", "select"]
+__all__ = ["alone", "refuse", "select"]
 
 
 def alone(state: GroupState) -> bool:
@@ -28,20 +28,20 @@ def alone(state: GroupState) -> bool:
     return state.size == 1 and not settings.get("GRADPACK_FULL_PATH")
 
 
-@contextmanager
-def refusals(operation: str, state: GroupState) -> Iterator[None]:
-    """What is raised inside is this rank's refusal of its own arguments: it reaches the other ranks before it is raised."""
+def refuse(operation: str, state: GroupState, refusal: Exception) -> None:
+    """Tells the other ranks why this one refuses its own arguments, before it raises that: they are waiting for its call.
+
+    Raises:
+        Exception: ``refusal`` itself, where they could not be told.
+    """
+    if alone(state):
+        return
+    state.drain()
     try:
-        yield
-    except Exception as refusal:
-        if not alone(state):
-            state.drain()
-            try:
-                select(operation, state).refuse(operation, refusal, None)
-            except Exception as error:
-                # The caller's own mistake is what must be seen; that the others could not be told is its context.
-                raise refusal from error
-        raise
+        select(operation, state).refuse(operation, refusal, None)
+    except Exception as error:
+        # The caller's own mistake is what must be seen; that the others could not be told is its context.
+        raise refusal from error
 
 
 def select(operation: str, state: GroupState, timeout: float | None = None) -> Transport:

@@ -6,8 +6,8 @@ import time
 import weakref
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from gradpack import _C, arrays
 from gradpack.errors import LayoutMismatch, TransportError, renamed
@@ -19,6 +19,8 @@ from gradpack.transports.base import Call, Run, Transport
 from gradpack.transports.handshake import Details, Header
 
 __all__ = ["AgreeingTransport"]
+
+_Returned = TypeVar("_Returned")
 
 
 class AgreeingTransport(Transport):
@@ -58,24 +60,27 @@ class AgreeingTransport(Transport):
     def run(self, call: Call) -> Result:
         """See ``Transport.run``."""
         run = self._prepare(call)
-        with self._guarded(call.collected.operation, call.number):
-            self._carry_out(run)
+        self._guarded(call.collected.operation, call.number, lambda: self._carry_out(run))
         return call.result(run.nonfinite, run.wire_bytes)
 
     def refuse(self, operation: str, reason: Exception, timeout: float | None) -> None:
         """See ``Transport.refuse``."""
         deadline = self._deadline(timeout)
         header = Header(True, self._state.calls, 0, bytes(16), bytes(16), bytes(16), b"")
-        with self._guarded(operation, self._state.calls):
+
+        def tell() -> None:
             self._headers(self._show(header, deadline))
             self._exchange(Details.of_refusal(reason).encode(), deadline)
+
+        self._guarded(operation, self._state.calls, tell)
 
     def gather(self, operation: str, data: bytes, timeout: float | None) -> list[bytes]:
         """See ``Transport.gather``."""
         deadline = self._deadline(timeout)
         fingerprint = handshake.fingerprint_of_gather(operation, self._state.size)
         header = Header(False, self._state.calls, 0, fingerprint, bytes(16), bytes(16), b"")
-        with self._guarded(operation, self._state.calls):
+
+        def collect() -> list[bytes]:
             headers = self._headers(self._show(header, deadline))
             if any(other.refused or other.fingerprint != fingerprint for other in headers):
                 found = self._exchange(Details.of_gather(operation).encode(), deadline)
@@ -83,14 +88,15 @@ class AgreeingTransport(Transport):
             self._note_agreed(fingerprint, None)
             return self._exchange(data, deadline) if data else []
 
-    @contextmanager
-    def _guarded(self, operation: str, number: int) -> Iterator[None]:
-        """Breaks the group where a call ends with traffic under way, and names the call in what the transport raises."""
+        return self._guarded(operation, self._state.calls, collect)
+
+    def _guarded(self, operation: str, number: int, traffic: Callable[[], _Returned]) -> _Returned:
+        """What ``traffic`` returns. Breaks the group where it ends half-way, and names the call in what it raises."""
         try:
             self.calls += 1
             self._peers.enter(number)
             self._peers.check()
-            yield
+            return traffic()
         except LayoutMismatch:
             raise
         except TransportError as error:

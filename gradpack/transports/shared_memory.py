@@ -55,13 +55,15 @@ class SharedMemoryTransport(AgreeingTransport):
         # This group's ranks meet here first, whatever they ask for: those that ask for different transports are to be told.
         self._requested = call.options.transport
         try:
-            with self._guarded(operation, call.number):
-                shown = self._show(self._header(call), deadline)
-                if len({(header.refused, header.fingerprint) for header in self._headers(shown)}) > 1:
-                    self._agree(self._prepare(call), shown)
+            self._guarded(operation, call.number, lambda: self._agree_to_leave(call, deadline))
         finally:
             self._requested = self.name
         return self._process_group(operation, deadline).run(call)
+
+    def _agree_to_leave(self, call: Call, deadline: float) -> None:
+        shown = self._show(self._header(call), deadline)
+        if len({(header.refused, header.fingerprint) for header in self._headers(shown)}) > 1:
+            self._agree(self._prepare(call), shown)
 
     def explain(self, packer: Packer, requested: str) -> list[str]:
         """See ``Transport.explain``."""
