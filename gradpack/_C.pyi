@@ -209,6 +209,21 @@ class ShmChannel:
         nonfinite: Nonfinite | None = None,
     ) -> None:
         """Goes on after "differ" with the call that the ranks have agreed on."""
+    def begin_range(
+        self,
+        kind: Literal["collect", "spread"],
+        plan: Plan,
+        arrays: Arrays,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: Buffer | None,
+        offset: int,
+        divisor: int = 1,
+        counts: bytes | None = None,
+        nonfinite: Nonfinite | None = None,
+    ) -> None:
+        """Sums a range into rank 0's buffer, or spreads that over all ranks, which have agreed on it; rank 0 has the buffer."""
     def begin_gather(self, own: bytes) -> None:
         """Begins to collect bytes of all ranks."""
     def advance(self, until: float) -> Literal["waiting", "done", "differ"]:

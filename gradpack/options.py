@@ -16,7 +16,7 @@ __all__ = ["MAX_SECONDS", "Options"]
 MAX_SECONDS = 10**9
 """The longest timeout, 31 years: longer ones overflow in what waits."""
 
-_TRANSPORTS = ("auto", "process_group", "shared_memory")
+_TRANSPORTS = ("auto", "process_group", "shared_memory", "hierarchical")
 
 
 def _name(operation: str, argument: str, value: object, choices: tuple[str | None, ...]) -> str | None:
@@ -74,7 +74,7 @@ class Options:
         compress: ``None``, ``"fp16"`` or ``"bf16"``.
         missing: ``"error"``, ``"zeros"`` or ``"mean_present"``.
         check_finite: Whether to look for inf and NaN.
-        transport: ``"auto"``, ``"shared_memory"`` or ``"process_group"``.
+        transport: ``"auto"``, ``"shared_memory"``, ``"hierarchical"`` or ``"process_group"``.
         timeout: Seconds, or None for the group's own.
         async_op: Whether to return a ``Handle`` at once.
     """

@@ -46,6 +46,10 @@ def cases(counts: tuple[int, ...], dtypes: tuple[str, ...], splits: tuple[int, .
                         yield Case(dtype, shapes, op, compress, packs)
 
 
+def travels_in_16_bits(case: Case) -> bool:
+    return case.compress is not None or case.dtype in ("float16", "bfloat16")
+
+
 def values_of(case: Case, rank: int, world: int) -> list[np.ndarray]:
     """Whole numbers in float64 (complex128 where the dtype is complex), one array a shape."""
     largest = (120 if case.dtype in ("int8",) else 240) // world
@@ -68,7 +72,7 @@ def expected(case: Case, world: int, kind: str) -> list[torch.Tensor]:
         if case.op == "sum":
             results.append(torch.as_tensor(np.asarray(total)).to(dtype))
             continue
-        sixteen = case.compress or case.dtype in ("float16", "bfloat16")
+        sixteen = travels_in_16_bits(case)
         # numpy divides in the accumulator's dtype; every value here is exact in it.
         if case.dtype.startswith("complex"):
             scalar = np.float32 if case.dtype == "complex64" else np.float64
@@ -92,8 +96,12 @@ class OnlyAllGather:
 
 @functools.cache
 def group_of(kind: str) -> Any:
-    """The group that a kind of the contract suite means, the same object on every call."""
-    if kind in ("process_group", "shared_memory"):
+    """The group that a kind of the contract suite means, the same object on every call; its first call is still to come."""
+    if kind == "hierarchical":
+        os.environ["GRADPACK_HOST"] = f"host {torch.distributed.get_rank() % 2}"
+    elif kind != "shared_memory":
+        os.environ["GRADPACK_TRANSPORT"] = "process_group"
+    if kind in ("process_group", "shared_memory", "hierarchical"):
         return None
     return OnlyAllGather(local_group()) if kind == "allgather" else local_group()
 
@@ -101,9 +109,7 @@ def group_of(kind: str) -> Any:
 def run_cases(rank: int, world: int, kind: str, listed: list[Case], environment: dict[str, str]) -> int:
     """Runs the cases under settings from the environment; returns how many calls really went through the transport."""
     os.environ.update(environment)
-    if kind != "shared_memory":
-        os.environ["GRADPACK_TRANSPORT"] = "process_group"
-    elif "GRADPACK_SLOT_BYTES" in environment:
+    if kind in ("shared_memory", "hierarchical") and "GRADPACK_SLOT_BYTES" in environment:
         shm_meeting.SLOT_BYTES = int(environment["GRADPACK_SLOT_BYTES"])
     for case in listed:
         grads = [torch.as_tensor(np.asarray(values)).to(getattr(torch, case.dtype)) for values in values_of(case, rank, world)]
@@ -113,11 +119,15 @@ def run_cases(rank: int, world: int, kind: str, listed: list[Case], environment:
             assert_same(found, wanted, f"{case}: gradient {place} on rank {rank}")
         assert result.finite is True and result.nonfinite == ()
         assert (result.wire_bytes > 0) == (world > 1)
-    return calls_made(kind)
+    return calls_made(kind, world)
 
 
-def calls_made(kind: str) -> int:
+def calls_made(kind: str, world: int) -> int:
     """How many calls the group's transport has carried."""
     transport = gradpack.groups.resolve("test", group_of(kind)).resource("transport", lambda: None)
-    assert transport.name == ("shared_memory" if kind == "shared_memory" else "process_group")
+    names = {
+        "shared_memory": "shared_memory",
+        "hierarchical": [None, "shared_memory", "process_group"][world] if world < 3 else kind,
+    }
+    assert transport.name == names.get(kind, "process_group")
     return transport.calls

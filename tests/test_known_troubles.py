@@ -20,7 +20,7 @@ from torch import nn
 import gradpack
 from gradpack.testing import assert_same, every_rank_raises, run_ranks, try_ranks
 
-KINDS = ["shared_memory", "process_group", "allgather", "alltoall"]
+KINDS = ["shared_memory", "hierarchical", "process_group", "allgather", "alltoall"]
 
 
 def of_all(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def differ_later(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_difference_that_comes_up_later_is_named_in_that_call(kind: str) -> None:
-    run_ranks(differ_later, 3, kind, backend="gloo" if kind in ("shared_memory", "process_group") else None)
+    run_ranks(differ_later, 3, kind, backend="gloo" if kind in ("shared_memory", "hierarchical", "process_group") else None)
 
 
 class Classifier(nn.Module):
@@ -301,9 +301,10 @@ WAYS_TO_PACK: list[dict[str, Any]] = [
 def packings(rank: int, world: int, kind: str) -> None:
     os.environ["GRADPACK_SLOT_BYTES"] = "65536"
     group = ranks_contract.group_of(kind)
-    wanted = random_gradients(0)
-    for peer in range(1, world):
-        wanted = [total + values for total, values in zip(wanted, random_gradients(peer), strict=True)]
+    # In rank order; between hosts that of each host, then the hosts in the order of their first ranks.
+    hosts = [range(0, world, 2), range(1, world, 2)] if kind == "hierarchical" else [range(world)]
+    of_hosts = [[sum(parts[1:], parts[0]) for parts in zip(*map(random_gradients, ranks), strict=True)] for ranks in hosts]
+    wanted = [sum(parts[1:], parts[0]) for parts in zip(*of_hosts, strict=True)]
     wanted = [(total / total.dtype.type(world)).astype(total.dtype) for total in wanted]
     # Another order of summing gives other bits: the values are such that a test of nothing would not pass.
     backwards = [sum(parts) for parts in zip(*(random_gradients(peer) for peer in reversed(range(world))), strict=True)]
@@ -333,7 +334,7 @@ def packings(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_depend_neither_on_packing_nor_on_what_carries_them(kind: str) -> None:
-    run_ranks(packings, 3, kind, backend="gloo" if kind in ("shared_memory", "process_group") else None)
+    run_ranks(packings, 3, kind, backend="gloo" if kind in ("shared_memory", "hierarchical", "process_group") else None)
 
 
 # ---- Optimizers ------------------------------------------------------------------------------------------------------------

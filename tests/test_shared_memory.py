@@ -51,13 +51,12 @@ def explained(rank: int, world: int, environment: list[dict[str, str]]) -> list[
     lines = gradpack.explain([torch.ones(3)]).lines
     name = lines[0].split()[1].rstrip(":")
     assert name == transport_of()
-    other = "process_group" if name == "shared_memory" else "shared_memory"
-    if name == "shared_memory":
-        gradpack.allreduce([torch.ones(3)], transport=other)
-    else:
-        with pytest.raises(gradpack.TransportError, match=r"^allreduce: transport: found 'shared_memory' on a group that "):
+    for other in ("process_group", "shared_memory", "hierarchical"):
+        if other in (name, "process_group"):
             gradpack.allreduce([torch.ones(3)], transport=other)
-    gradpack.allreduce([torch.ones(3)], transport=name)
+            continue
+        with pytest.raises(gradpack.TransportError, match=rf"^allreduce: transport: found '{other}' on a group that has|goes "):
+            gradpack.allreduce([torch.ones(3)], transport=other)
     works(rank, world)
     return list(lines)
 
@@ -69,9 +68,13 @@ def explained(rank: int, world: int, environment: list[dict[str, str]]) -> list[
         ([{"GRADPACK_HOST": "a"}] * 3, "transport: shared_memory: the group has all 3 ranks on one host; 3 ranks"),
         (
             [{"GRADPACK_HOST": "a"}, {"GRADPACK_HOST": "a"}, {"GRADPACK_HOST": "b"}],
-            "transport: process_group: the group has ranks on several hosts; 3 ranks",
+            "transport: hierarchical: the group has all 3 ranks on 2 hosts; 3 ranks",
         ),
-        ([{"GRADPACK_HOST": "a"}, {}, {}], "transport: process_group: the group has ranks on several hosts; 3 ranks"),
+        ([{"GRADPACK_HOST": "a"}, {}, {}], "transport: hierarchical: the group has all 3 ranks on 2 hosts; 3 ranks"),
+        (
+            [{"GRADPACK_HOST": "a"}, {"GRADPACK_HOST": "b"}, {}],
+            "transport: process_group: the group has each rank on a host of its own; 3 ranks",
+        ),
         (
             [{}, {"GRADPACK_TRANSPORT": "process_group"}, {}],
             "transport: process_group: the group goes by the process group (GRADPACK_TRANSPORT on rank 1); 3 ranks",

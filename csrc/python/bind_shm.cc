@@ -25,6 +25,7 @@ class Channel {
   Channel(std::unique_ptr<ShmSegment> segment, int64_t rank, double spin_seconds)
       : location_(segment->location()),
         nonce_(segment->nonce()),
+        rank_(rank),
         channel_(std::make_unique<ShmChannel>(std::move(segment), rank, nanoseconds(spin_seconds))) {}
 
   const std::string& location() const { return location_; }
@@ -40,6 +41,31 @@ class Channel {
              const Plan::Counts& counts, const py::object& nonfinite) {
     const ShmCall call = call_of(plan, arrays, root, divisor, counts, nonfinite);
     open().carry(call);
+  }
+
+  void begin_range(const std::string& kind, const py::object& plan, const py::object& arrays, int64_t stream, int64_t begin,
+                   int64_t end, const py::object& buffer, int64_t offset, int64_t divisor, const Plan::Counts& counts,
+                   const py::object& nonfinite) {
+    GP_CHECK(kValue, kind == "collect" || kind == "spread", "ShmChannel: kind: found ", kind, ", wanted collect or spread");
+    GP_CHECK(kValue, plan.cast<const Plan&>().streams().size() > static_cast<size_t>(stream), "ShmChannel: stream: found ",
+             stream, ", wanted one of the plan");
+    ShmCall call = call_of(plan, arrays, 0, divisor, counts, nonfinite);
+    const Stream& moved = (*call.streams)[static_cast<size_t>(stream)];
+    const int64_t scalars = components(moved.dtype);
+    GP_CHECK(kValue, 0 <= begin && begin <= end && end * scalars <= moved.numel(), "ShmChannel: begin, end: found ", begin, ", ",
+             end, ", wanted 0 <= begin <= end <= ", moved.numel() / scalars);
+    call.kind = kind == "collect" ? ShmCall::Kind::kCollect : ShmCall::Kind::kSpread;
+    call.dense_begin = begin * scalars;
+    if (!buffer.is_none()) {
+      auto& memory = buffer.cast<Buffer&>();
+      const int64_t bytes = (end - begin) * scalars * itemsize(moved.wire);
+      GP_CHECK(kValue, 0 <= offset && offset + bytes <= memory.nbytes(), "ShmChannel: offset: found ", offset, " with ", bytes,
+               " bytes from there, wanted both within ", memory.nbytes());
+      call.dense = memory.data() + offset;
+    }
+    GP_CHECK(kValue, call.dense || rank_ != 0, "ShmChannel: buffer: found None on the leader, wanted a Buffer");
+    open().begin_range(call, stream, begin * scalars, end * scalars);
+    kept_ = py::make_tuple(kept_, buffer);
   }
 
   void begin_gather(const py::bytes& own) { open().begin_gather(std::string_view(own)); }
@@ -83,6 +109,7 @@ class Channel {
                   const Plan::Counts& counts, const py::object& nonfinite) {
     ShmCall call;
     call.root = root.value_or(-1);
+    call.kind = root ? ShmCall::Kind::kBroadcast : ShmCall::Kind::kAllReduce;
     GP_CHECK(kValue, call.root >= -1 && call.root < open().shape().ranks, "ShmChannel: root: found ", call.root,
              ", wanted a rank");
     if (!plan.is_none()) {
@@ -103,6 +130,7 @@ class Channel {
 
   const std::string location_;
   const std::string nonce_;
+  const int64_t rank_;
   std::unique_ptr<ShmChannel> channel_;
   const std::vector<Stream>* streams_ = nullptr;  // of the last call that moved arrays
   py::object kept_ = py::none();
@@ -137,6 +165,8 @@ void bind_shm(py::module_& module) {
            arg("divisor") = 1, arg("counts") = none, arg("nonfinite") = none)
       .def("carry", &Channel::carry, arg("plan"), arg("arrays"), arg("root") = none, arg("divisor") = 1, arg("counts") = none,
            arg("nonfinite") = none)
+      .def("begin_range", &Channel::begin_range, arg("kind"), arg("plan"), arg("arrays"), arg("stream"), arg("begin"), arg("end"),
+           arg("buffer"), arg("offset"), arg("divisor") = 1, arg("counts") = none, arg("nonfinite") = none)
       .def("begin_gather", &Channel::begin_gather, arg("own"))
       .def("advance", &Channel::advance, arg("until"))
       .def("headers", &Channel::headers)

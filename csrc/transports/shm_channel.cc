@@ -54,7 +54,16 @@ void ShmChannel::carry(const ShmCall& call) {
   call_ = call;
   chunks_.open(call.streams ? *call.streams : kNoStreams, std::min(kFirstChunkBytes, shape().slot_bytes));
   lanes_[0].start(call, chunks_, 0);
-  share_chunks();
+  cut_and_share();
+  phase_ = Phase::kCarry;
+}
+
+void ShmChannel::begin_range(const ShmCall& call, int64_t stream, int64_t begin, int64_t end) {
+  check_process();
+  call_ = call;
+  chunks_.range((*call.streams)[static_cast<size_t>(stream)], begin, end, shape().slot_bytes);
+  lanes_[0].start(call, chunks_, 0);
+  share_chunks({shape().slot_bytes, 0, 0});
   phase_ = Phase::kCarry;
 }
 
@@ -67,7 +76,7 @@ ShmChannel::Status ShmChannel::advance(int64_t until_ns) {
       phase_ = Phase::kIdle;
       return Status::kDiffer;
     }
-    share_chunks();
+    cut_and_share();
     phase_ = Phase::kCarry;
   }
   if (phase_ == Phase::kCarry && carry_out(until_ns)) phase_ = Phase::kIdle;
@@ -96,10 +105,14 @@ ShmTuning ShmChannel::leaders_tuning() const {
   return tuning;
 }
 
-// Each lane's share is one stretch of the chunks, so that each thread walks through memory in one go.
-void ShmChannel::share_chunks() {
+void ShmChannel::cut_and_share() {
   const ShmTuning tuning = leaders_tuning();
   if (call_.streams) chunks_.cut(*call_.streams, tuning.chunk_bytes);
+  share_chunks(tuning);
+}
+
+// Each lane's share is one stretch of the chunks, so that each thread walks through memory in one go.
+void ShmChannel::share_chunks(const ShmTuning& tuning) {
   busy_lanes_ = std::min<int64_t>(shape().lanes, chunks_.size());
   for (int64_t lane = 0; lane < busy_lanes_; ++lane) {
     const int64_t first = chunks_.size() * lane / busy_lanes_, end = chunks_.size() * (lane + 1) / busy_lanes_;

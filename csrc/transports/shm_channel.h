@@ -32,6 +32,8 @@ class ShmChannel {
   void begin(const ShmCall& call, std::string_view header);
   // The call as they have agreed on it then.
   void carry(const ShmCall& call);
+  // A collect or a spread of a range of a stream, in scalars, that all ranks have agreed on: no headers are shown.
+  void begin_range(const ShmCall& call, int64_t stream, int64_t begin, int64_t end);
   // Collects bytes of any length from all ranks.
   void begin_gather(std::string_view own);
 
@@ -65,7 +67,8 @@ class ShmChannel {
   bool headers_equal() const;
   ShmTuning leaders_tuning() const;
   void check_process() const;
-  void share_chunks();
+  void cut_and_share();
+  void share_chunks(const ShmTuning& tuning);
   bool carry_out(int64_t until_ns);
   bool advance_gather(int64_t until_ns);
 

@@ -30,6 +30,17 @@ void ShmChunks::cut(const std::vector<Stream>& streams, int64_t bytes) {
   while (stream_ < streams.size()) fill(streams, bytes);
 }
 
+void ShmChunks::range(const Stream& stream, int64_t begin, int64_t end, int64_t bytes) {
+  parts_.clear();
+  ends_.clear();
+  const int64_t size = itemsize(stream.wire), most = bytes / size / kScalars * kScalars;
+  for (int64_t at = begin; at < end; at += most) {
+    const int64_t count = std::min(most, end - at);
+    parts_.push_back({&stream, at, at + count, 0});
+    ends_.emplace_back(parts_.size(), count * size);
+  }
+}
+
 // Adds one chunk.
 void ShmChunks::fill(const std::vector<Stream>& streams, int64_t bytes) {
   int64_t used = 0;

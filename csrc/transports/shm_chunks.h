@@ -37,6 +37,8 @@ class ShmChunks {
   void open(const std::vector<Stream>& streams, int64_t bytes);
   // What it left over, in chunks of at most `bytes`.
   void cut(const std::vector<Stream>& streams, int64_t bytes);
+  // In place of these: a range of one stream, in scalars, in chunks of at most `bytes`.
+  void range(const Stream& stream, int64_t begin, int64_t end, int64_t bytes);
 
   int64_t size() const { return static_cast<int64_t>(ends_.size()); }
   ShmChunk operator[](int64_t index) const;

@@ -1,5 +1,6 @@
 #include "transports/shm_reduce.h"
 
+#include <cstring>
 #include <tuple>
 
 namespace gradpack {
@@ -47,13 +48,12 @@ void ShmLane::agreed(const ShmTuning& tuning, int64_t num_chunks) {
   if (!is_broadcast() || num_chunks == 0) return;
   // The root reads no slots, and the others have nothing to show.
   const uint64_t end = next_ + static_cast<uint64_t>(num_chunks);
-  publish(rank_ == call_.root ? ShmProgress::kDone : ShmProgress::kPacked, end);
-  (rank_ == call_.root ? applied_ : packed_) = rank_ == call_.root ? packed_ : num_chunks;
-  if (rank_ == call_.root) reduced_ = packed_;
+  publish(is_root() ? ShmProgress::kDone : ShmProgress::kPacked, end);
+  (is_root() ? applied_ : packed_) = is_root() ? packed_ : num_chunks;
+  if (is_root()) reduced_ = packed_;
 }
 
 bool ShmLane::advance(int64_t until_ns) {
-  const bool is_root = is_broadcast() && rank_ == call_.root;
   while (applied_ < num_chunks_) {
     // What is oldest comes first: its slots are in the caches still, and other ranks may wait for them.
     const uint64_t applying = next_ + static_cast<uint64_t>(applied_);
@@ -82,7 +82,7 @@ bool ShmLane::advance(int64_t until_ns) {
       pack((*chunks_)[first_ + packed_], packing);
       publish(ShmProgress::kPacked, packing + 1);
       ++packed_;
-      if (is_root) reduced_ = applied_ = packed_;
+      if (is_broadcast() && is_root()) reduced_ = applied_ = packed_;
       continue;
     }
     const bool there = applied_ < reduced_  ? wait(ShmProgress::kReduced, applying + 1, until_ns)
@@ -113,7 +113,7 @@ const ShmPart* ShmLane::unfinished() const {
 // ---- what is done to a chunk -------------------------------------------------------------------------------------------------
 
 bool ShmLane::is_sharded(const ShmChunk& chunk) const {
-  return ranks_ > 2 && !is_broadcast() && chunk.bytes >= tuning_.sharded_bytes;
+  return ranks_ > 2 && call_.kind == ShmCall::Kind::kAllReduce && chunk.bytes >= tuning_.sharded_bytes;
 }
 
 // Where other ranks are to read a sum it is rounded to the wire dtype, and which way a chunk goes must not change its bits.
@@ -130,9 +130,14 @@ Range ShmLane::range(const ShmPart& part, int64_t begin, int64_t end) const {
 }
 
 void ShmLane::pack(const ShmChunk& chunk, uint64_t step) {
-  if (is_broadcast() && rank_ != call_.root) return;
+  if (is_broadcast() && !is_root()) return;
   char* const slot = slot_of(rank_, step);
   for (const ShmPart& part : chunk) {
+    if (call_.kind == ShmCall::Kind::kSpread) {
+      std::memcpy(slot + part.offset, dense_of(part), static_cast<size_t>((part.end - part.begin) * itemsize(part.stream->wire)));
+      cpu::unpack(range(part, part.begin, part.end), dense_of(part), Divide{}, call_.nonfinite);
+      continue;
+    }
     Range whole = range(part, part.begin, part.end);
     whole.manner.walk = Walk::kManyPlaces;
     cpu::pack(whole, slot + part.offset, nullptr);
@@ -150,6 +155,7 @@ void ShmLane::reduce(const ShmChunk& chunk, uint64_t step) {
 }
 
 void ShmLane::apply(const ShmChunk& chunk, uint64_t step) {
+  if (call_.kind == ShmCall::Kind::kCollect && !is_root()) return;
   for (const ShmPart& part : chunk) {
     Range whole = range(part, part.begin, part.end);
     if (tuning_.past_caches != 0) whole.manner.walk = Walk::kPastCaches;
@@ -167,7 +173,9 @@ void ShmLane::apply(const ShmChunk& chunk, uint64_t step) {
       continue;
     }
     for (int64_t peer = 0; peer < ranks_; ++peer) rows_[static_cast<size_t>(peer)] = slot_of(peer, step) + part.offset;
-    if (rounds(*part.stream)) {
+    if (call_.kind == ShmCall::Kind::kCollect) {
+      cpu::reduce(whole, rows_.data(), static_cast<int>(ranks_), call_.divide, dense_of(part));
+    } else if (rounds(*part.stream)) {
       sums_.resize(static_cast<size_t>(segment_.shape().slot_bytes));
       cpu::reduce(whole, rows_.data(), static_cast<int>(ranks_), call_.divide, sums_.data());
       cpu::unpack(whole, sums_.data(), Divide{}, call_.nonfinite);

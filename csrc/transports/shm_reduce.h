@@ -16,11 +16,20 @@ namespace gradpack {
 
 // A call, as all ranks have agreed on it. What it points to is the caller's.
 struct ShmCall {
+  enum class Kind {
+    kAllReduce,
+    kBroadcast,  // of the root's gradients
+    kCollect,    // sums, into the root's `dense`, which takes the place of its gradients
+    kSpread,     // the root's `dense` to the gradients of all, the root's too
+  };
+  Kind kind = Kind::kAllReduce;
   const std::vector<Stream>* streams = nullptr;  // null: moves no arrays
   const ArrayView* arrays = nullptr;
   Divide divide;
-  int64_t root = -1;  // of a broadcast; -1: an all-reduce
+  int64_t root = -1;
   uint8_t* nonfinite = nullptr;
+  char* dense = nullptr;    // of the root: a range of one stream, in its wire dtype
+  int64_t dense_begin = 0;  // its first scalar
 };
 
 // What the leader (rank 0) chooses for a call. No choice changes a bit of the result.
@@ -66,7 +75,11 @@ class ShmLane {
     uint64_t value;
   };
 
-  bool is_broadcast() const { return call_.root >= 0; }
+  bool is_broadcast() const { return call_.kind == ShmCall::Kind::kBroadcast || call_.kind == ShmCall::Kind::kSpread; }
+  bool is_root() const { return rank_ == call_.root; }
+  char* dense_of(const ShmPart& part) const {
+    return call_.dense + (part.begin - call_.dense_begin) * itemsize(part.stream->wire);
+  }
   bool is_sharded(const ShmChunk& chunk) const;
   bool rounds(const Stream& stream) const;
   char* slot_of(int64_t rank, uint64_t step) const;

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradpack import settings
+from gradpack import _C, settings
 from gradpack.errors import TransportError, renamed
 from gradpack.groups import GroupState
 from gradpack.members import ObjectRanks
@@ -17,6 +17,7 @@ from gradpack.ranks import MPIRanks, TorchRanks
 from gradpack.transports import shm_meeting
 from gradpack.transports.base import Transport
 from gradpack.transports.collectives import Collectives
+from gradpack.transports.hierarchical import HierarchicalTransport, NoCollectives, place_of
 from gradpack.transports.shared_memory import SharedMemoryTransport
 from gradpack.transports.staged import StagedTransport, Staging
 
@@ -65,11 +66,14 @@ def _meet(operation: str, state: GroupState, deadline: float) -> Transport:
     with _breaking(operation, state):
         peers = state.peers = Peers(state.rank, state.size)
         peers.meet(state.ranks.allgather, state.ranks.check, deadline)
-        met = shm_meeting.meet(state.rank, lambda data: state.ranks.allgather(data, deadline))
+        several = _connects_leaders(state)
+        met = shm_meeting.meet(state.rank, lambda data: state.ranks.allgather(data, deadline), several)
         if met.warning is not None and state.rank == 0:
             warnings.warn(met.warning, RuntimeWarning, stacklevel=2)
         if met.channel is None:
             return _staged(state, met.why, deadline)
+        if len(met.hosts) > 1:
+            return _hierarchical(state, peers, met, met.channel, deadline)
         owner = weakref.ref(state)
 
         def process_group(operation: str, deadline: float) -> Transport:
@@ -93,6 +97,31 @@ def _breaking(operation: str, state: GroupState) -> Iterator[None]:
     except BaseException as error:
         state.break_(error)
         raise
+
+
+def _connects_leaders(state: GroupState) -> bool:
+    """Whether some ranks of the group can be connected apart from the others; the same on all ranks."""
+    if not isinstance(state.ranks, TorchRanks):
+        return False
+    from gradpack.transports import process_group
+
+    return process_group.backend_of(state.ranks) == "gloo"
+
+
+def _hierarchical(
+    state: GroupState, peers: Peers, met: shm_meeting.Met, channel: _C.ShmChannel, deadline: float
+) -> HierarchicalTransport:
+    staging = Staging(state.size)
+    among_all = _collectives(state, peers, staging, deadline)
+    leaders = [ranks[0] for ranks in met.hosts]
+    between: Collectives = NoCollectives(staging.buffer)
+    if state.rank in leaders:
+        from gradpack.transports import process_group
+
+        assert isinstance(state.ranks, TorchRanks)
+        made = process_group.duplicates(state.ranks, peers, deadline, leaders)
+        between = process_group.ProcessGroupCollectives(made, peers, staging.buffer, place_of(state.rank, met.hosts))
+    return HierarchicalTransport(state, peers, staging, among_all, met.why, between, met.hosts, channel)
 
 
 def _staged(state: GroupState, why: str, deadline: float) -> StagedTransport:

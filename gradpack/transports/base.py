@@ -74,10 +74,12 @@ class Transport(ABC):
 
     Attributes:
         name: What ``transport=`` calls it.
+        offers: What ``transport=`` may be, beside ``"auto"``, on a group whose transport it is.
         why: Why it is the transport of its group.
     """
 
     name: str
+    offers: tuple[str, ...]
     why: str
 
     def check_offered(self, operation: str, requested: str) -> None:
@@ -86,10 +88,9 @@ class Transport(ABC):
         Raises:
             TransportError: They cannot.
         """
-        if requested not in ("auto", self.name):
-            raise TransportError(
-                f"{operation}: transport: found {requested!r} on a group that {self.why}, wanted 'auto' or {self.name!r}"
-            )
+        if requested != "auto" and requested not in self.offers:
+            wanted = " or ".join(map(repr, ("auto", *self.offers)))
+            raise TransportError(f"{operation}: transport: found {requested!r} on a group that {self.why}, wanted {wanted}")
 
     @abstractmethod
     def run(self, call: Call) -> Result:

@@ -12,7 +12,9 @@ Either way gradpack's own kernels sum, in rank order, so results depend neither 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Protocol
 
+from gradpack import _C
 from gradpack.dtypes import DTYPES
 from gradpack.errors import TransportError, renamed
 from gradpack.peers import Peers
@@ -20,7 +22,7 @@ from gradpack.transports.base import Run
 from gradpack.transports.collectives import Collectives, Work, rows
 from gradpack.transports.slices import LINE_BYTES, Slice, round_up
 
-__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Pipeline"]
+__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Moves", "Pipeline"]
 
 NUM_SLOTS = 6
 """Slices that are packed, on the wire or not yet unpacked: enough that a rank has work while it waits (``docs/design.md``)."""
@@ -30,6 +32,54 @@ _AHEAD = 2
 
 DIRECT_BYTES = 4 << 20
 """The most that a rank sends the direct way where the sharded one is there too (``benchmarks/bench_ways.py``)."""
+
+
+class Moves(Protocol):
+    """The part of ``_C.Plan`` that a pipeline asks for."""
+
+    def pack(self, arrays: _C.Arrays, stream: int, begin: int, end: int, buffer: _C.Buffer, offset: int) -> None:
+        """See ``_C.Plan.pack``."""
+
+    def unpack(
+        self,
+        arrays: _C.Arrays,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: _C.Buffer,
+        offset: int,
+        *,
+        nonfinite: _C.Nonfinite | None = None,
+    ) -> None:
+        """See ``_C.Plan.unpack``."""
+
+    def reduce_unpack(
+        self,
+        arrays: _C.Arrays,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: _C.Buffer,
+        offsets: list[int],
+        divisor: int,
+        counts: bytes | None,
+        nonfinite: _C.Nonfinite | None,
+    ) -> None:
+        """See ``_C.Plan.reduce_unpack``."""
+
+    def reduce(
+        self,
+        stream: int,
+        begin: int,
+        end: int,
+        buffer: _C.Buffer,
+        offsets: list[int],
+        out: _C.Buffer,
+        offset: int,
+        divisor: int,
+        counts: bytes | None,
+    ) -> None:
+        """See ``_C.Plan.reduce``."""
 
 
 def where(run: Run, part: Slice) -> str:
@@ -44,14 +94,14 @@ class Pipeline:
         collectives: What carries the bytes.
         peers: The ranks, which are told where this one is.
         slot_bytes: Bytes of one slot.
+        place: Which of how many partners this rank is; None: which of the ranks.
     """
 
-    def __init__(self, collectives: Collectives, peers: Peers, slot_bytes: int) -> None:
+    def __init__(self, collectives: Collectives, peers: Peers, slot_bytes: int, place: tuple[int, int] | None = None) -> None:
         self._collectives = collectives
         self._buffer = collectives.buffer
         self._peers = peers
-        self._rank = peers.rank
-        self._size = peers.size
+        self._rank, self._size = place or (peers.rank, peers.size)
         self._slot_bytes = slot_bytes
 
     def limit(self) -> int:
@@ -102,9 +152,13 @@ class Pipeline:
                 self._wait(run, slices[step - lag], works[step - lag])
                 self._unpack(run, slices[step - lag], step - lag)
 
+    def finish_payload(self, run: Run, part: Slice, offsets: list[int]) -> None:
+        """Writes to the gradients a slice that came with the opening, that of rank r at ``offsets[r]``; may overwrite these."""
+        self.finish(run, part, offsets)
+
     def finish(self, run: Run, part: Slice, offsets: list[int]) -> None:
-        """Writes to the gradients what the ranks have of a slice, that of rank r at ``offsets[r]``; may overwrite the first."""
-        call, plan = run.call, run.planned.plan
+        """Writes to the gradients what the partners have of a slice, at ``offsets``; may overwrite the first."""
+        call, plan = run.call, self._moves(run)
         where = (call.arrays, part.stream, part.begin, part.end, self._buffer)
         if call.root is not None:
             if call.root != self._rank:
@@ -118,6 +172,10 @@ class Pipeline:
             plan.unpack(*where, offsets[0], nonfinite=run.nonfinite)
         else:
             plan.reduce_unpack(*where, offsets, run.divisor, run.counts, run.nonfinite)
+
+    def _moves(self, run: Run) -> Moves:
+        """What moves elements between the gradients and the slots."""
+        return run.planned.plan
 
     def _wait(self, run: Run, part: Slice, work: Work) -> None:
         try:
@@ -153,14 +211,14 @@ class Pipeline:
         if call.root is not None and call.root != self._rank:
             return
         if call.root is not None or self._is_direct(run, part):
-            run.planned.plan.pack(call.arrays, part.stream, part.begin, part.end, self._buffer, slot)
+            self._moves(run).pack(call.arrays, part.stream, part.begin, part.end, self._buffer, slot)
             return
         # This rank's own shard first, then those of the others, end to end.
         room, ranges, sizes = self._shards(run, part)
         begin, end = ranges[self._rank]
         before = sum(sizes[: self._rank])
         for first, last, offset in ((begin, end, 0), (part.begin, begin, room), (end, part.end, room + before)):
-            run.planned.plan.pack(call.arrays, part.stream, first, last, self._buffer, slot + offset)
+            self._moves(run).pack(call.arrays, part.stream, first, last, self._buffer, slot + offset)
 
     def _launch(self, run: Run, part: Slice, index: int) -> Work:
         nbytes, others, slot = self._nbytes(run, part), self._size - 1, self._slot(index)
@@ -187,10 +245,10 @@ class Pipeline:
         return self._collectives.start_gather(slot, sizes, received, slot + room, run.deadline)
 
     def _reduce(self, run: Run, stream: int, elements: tuple[int, int], offsets: list[int], out: int) -> None:
-        run.planned.plan.reduce(stream, *elements, self._buffer, offsets, self._buffer, out, run.divisor, run.counts)
+        self._moves(run).reduce(stream, *elements, self._buffer, offsets, self._buffer, out, run.divisor, run.counts)
 
     def _unpack(self, run: Run, part: Slice, index: int) -> None:
-        call, slot, plan = run.call, self._slot(index), run.planned.plan
+        call, slot, plan = run.call, self._slot(index), self._moves(run)
         if call.root is not None:
             if call.root != self._rank:
                 plan.unpack(call.arrays, part.stream, part.begin, part.end, self._buffer, slot)

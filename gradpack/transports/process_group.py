@@ -17,7 +17,7 @@ from gradpack.peers import LOOK_SECONDS, Peers
 from gradpack.ranks import TorchRanks
 from gradpack.transports.collectives import Collectives
 
-__all__ = ["ProcessGroupCollectives", "duplicates"]
+__all__ = ["ProcessGroupCollectives", "backend_of", "duplicates"]
 
 _LOOK = timedelta(seconds=LOOK_SECONDS)
 
@@ -73,13 +73,15 @@ class ProcessGroupCollectives(Collectives):
         groups: The groups, of the same ranks.
         peers: What is known of its ranks.
         buffer: The memory that offsets count in.
+        place: Which of how many ranks of the groups this is; None: those of ``peers``.
     """
 
     shards = True
     replicates = True
 
-    def __init__(self, groups: Sequence[Any], peers: Peers, buffer: _C.Buffer) -> None:
+    def __init__(self, groups: Sequence[Any], peers: Peers, buffer: _C.Buffer, place: tuple[int, int] | None = None) -> None:
         self.buffer = buffer
+        self._rank, self._size = place or (peers.rank, peers.size)
         self._groups = list(groups)
         self._peers = peers
         self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -105,7 +107,7 @@ class ProcessGroupCollectives(Collectives):
 
     def start_gather(self, own: int, sizes: Sequence[int], target: int, scratch: int, deadline: float) -> _Waiting:
         """See ``Collectives.start_gather``."""
-        size, rank = self._peers.size, self._peers.rank
+        size, rank = self._size, self._rank
         nbytes = sizes[rank]
         if size > 2:
             memory = memoryview(self.buffer)
@@ -118,7 +120,7 @@ class ProcessGroupCollectives(Collectives):
 
     def start_all_to_all(self, source: int, sizes: Sequence[int], target: int, deadline: float) -> _Waiting:
         """See ``Collectives.start_all_to_all``."""
-        size, rank = self._peers.size, self._peers.rank
+        size, rank = self._size, self._rank
         sent = [0 if peer == rank else sizes[peer] for peer in range(size)]
         received = [0 if peer == rank else sizes[rank] for peer in range(size)]
         return self._exchange("all-to-all", source, sent, target, received, deadline)
@@ -175,8 +177,16 @@ class _MeetingStore(dist.Store):
             time.sleep(_POLL_SECONDS)
 
 
-def duplicates(ranks: TorchRanks, peers: Peers, deadline: float) -> list[Any]:
-    """Groups of the same ranks that nobody else uses. Every rank of the group must call it.
+def backend_of(ranks: TorchRanks) -> str:
+    """The backend that carries a group's CPU tensors."""
+    try:
+        return str(ranks.process_group._get_backend(torch.device("cpu")).name())
+    except RuntimeError:
+        return "gloo"  # a group for other devices only; gloo needs nothing but the store
+
+
+def duplicates(ranks: TorchRanks, peers: Peers, deadline: float, members: Sequence[int] | None = None) -> list[Any]:
+    """Groups of the same ranks, or of some of them, that nobody else uses. Each of these ranks must call it.
 
     Collectives that two libraries start on one group in different orders on different ranks give silently wrong sums; on a group
     of its own gradpack's order is the only one. In small worlds there are two: gloo moves the bytes of a group in one thread,
@@ -186,6 +196,7 @@ def duplicates(ranks: TorchRanks, peers: Peers, deadline: float) -> list[Any]:
         ranks: The ranks of the caller's group.
         peers: What is known of them: all have come, so this takes long only where one is lost.
         deadline: When to give up.
+        members: Those of the ranks that the groups are of, where they are not of all; only with gloo.
 
     Raises:
         TransportTimeout: The deadline passed.
@@ -193,10 +204,8 @@ def duplicates(ranks: TorchRanks, peers: Peers, deadline: float) -> list[Any]:
         TransportError: torch cannot make the group.
     """
     process_group = ranks.process_group
-    try:
-        backend = process_group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:
-        backend = "gloo"  # a group for other devices only; gloo needs nothing but the store
+    backend = backend_of(ranks)
+    name, places = ("lane", range(ranks.size)) if members is None else ("lane of leaders", members)
     timeout = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
     made: list[Any] = []
     failed: list[BaseException] = []
@@ -205,12 +214,12 @@ def duplicates(ranks: TorchRanks, peers: Peers, deadline: float) -> list[Any]:
         try:
             if backend == "gloo":
                 store = _MeetingStore(ranks.store(), peers, deadline)
-                for lane in range(LANES if ranks.size <= MAX_LANES_WORLD else 1):
-                    prefixed = dist.distributed_c10d.PrefixStore(f"lane {lane}", store)
-                    made.append(dist.ProcessGroupGloo(prefixed, ranks.rank, ranks.size, timeout))
+                for lane in range(LANES if len(places) <= MAX_LANES_WORLD else 1):
+                    prefixed = dist.distributed_c10d.PrefixStore(f"{name} {lane}", store)
+                    made.append(dist.ProcessGroupGloo(prefixed, places.index(ranks.rank), len(places), timeout))
             else:
-                members = dist.get_process_group_ranks(process_group)
-                made.append(dist.new_group(members, timeout=timeout, backend=backend))
+                everyone = dist.get_process_group_ranks(process_group)
+                made.append(dist.new_group(everyone, timeout=timeout, backend=backend))
         except BaseException as error:
             failed.append(error)
 

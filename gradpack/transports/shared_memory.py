@@ -1,22 +1,22 @@
 """Shared memory: the ranks of one host pack, sum and unpack through a small segment that all of them have mapped.
 
-``_C.ShmChannel`` does the work; this drives it in slices of time, looks at signals and at the other ranks in between, and has the
-ranks agree where their headers differ. ``docs/transports.md`` says how it works and what it costs.
+``_C.ShmChannel`` does the work; this has the ranks agree where their headers differ. ``docs/transports.md`` says how it works and
+what it costs.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from gradpack import _C
 from gradpack.errors import TransportError, renamed
 from gradpack.groups import GroupState
 from gradpack.packer import Packer
-from gradpack.peers import LOOK_SECONDS, Peers
+from gradpack.peers import Peers
 from gradpack.result import Result
 from gradpack.transports.agreement import AgreeingTransport
 from gradpack.transports.base import Call, Run, Transport
+from gradpack.transports.drive import drive
 from gradpack.transports.handshake import HEADER_BYTES, Header
 
 __all__ = ["SharedMemoryTransport"]
@@ -34,6 +34,7 @@ class SharedMemoryTransport(AgreeingTransport):
     """
 
     name = "shared_memory"
+    offers = ("shared_memory", "process_group")
 
     def __init__(
         self, state: GroupState, peers: Peers, channel: _C.ShmChannel, why: str, process_group: Callable[[str, float], Transport]
@@ -43,9 +44,6 @@ class SharedMemoryTransport(AgreeingTransport):
         self._channel = channel
         self._process_group = process_group
         self._requested = self.name
-
-    def check_offered(self, operation: str, requested: str) -> None:
-        """See ``Transport.check_offered``."""
 
     def run(self, call: Call) -> Result:
         """See ``Transport.run``."""
@@ -109,19 +107,12 @@ class SharedMemoryTransport(AgreeingTransport):
     def _finish(self, deadline: float, run: Run | None = None) -> str:
         """Drives what was begun to its end: ``"done"`` or ``"differ"``."""
         channel = self._channel
-        while True:
-            status = channel.advance(min(deadline, time.monotonic() + LOOK_SECONDS))
-            if status != "waiting":
-                return status
-            self._peers.step(channel.steps())
-            try:
-                self._peers.check()
-                if time.monotonic() > deadline:
-                    raise self._peers.late()
-            except TransportError as error:
-                place = channel.position() if run is not None else None
-                if run is None or place is None:
-                    raise
-                stream, begin, end = place
-                packs = run.planned.layout.groups[stream].packs_text(begin, end)
-                raise renamed(error, f"{packs}: {error}") from error.__cause__
+        try:
+            return drive(channel, self._peers, deadline)
+        except TransportError as error:
+            place = channel.position() if run is not None else None
+            if run is None or place is None:
+                raise
+            stream, begin, end = place
+            packs = run.planned.layout.groups[stream].packs_text(begin, end)
+            raise renamed(error, f"{packs}: {error}") from error.__cause__

@@ -1,7 +1,8 @@
 """How the ranks of a group find out whether they share a host, and come to share a segment.
 
 Every step is an all-gather over the group, and every decision follows from what all ranks have seen: none takes one alone. That
-they share memory is shown by the segment itself, which each must find at the place that the leader (rank 0) named.
+they share memory is shown by the segment itself, which each must find at the place that the leader of
+its host (the first of its ranks) named.
 """
 
 from __future__ import annotations
@@ -69,14 +70,16 @@ class Met:
     """What the meeting has come to.
 
     Attributes:
-        channel: This rank's end of the segment, or None.
+        channel: This rank's end of its host's segment, or None.
         why: Why, to follow "a group that ...".
         warning: What rank 0 is to warn of, or None.
+        hosts: Where there are segments: the ranks of each host, of which the first leads.
     """
 
     channel: _C.ShmChannel | None
     why: str
     warning: str | None = None
+    hosts: tuple[tuple[int, ...], ...] = ()
 
 
 def host() -> str:
@@ -108,12 +111,13 @@ def _shape(cards: list[Card]) -> tuple[int, int, int, bool]:
     return lanes, SLOTS, max(MIN_SLOT_BYTES, min(SLOT_BYTES, fits)), ranks * lanes > processors
 
 
-def meet(rank: int, allgather: Allgather) -> Met:
-    """Has the ranks of a group share a segment, if they can. Every rank of the group must call it.
+def meet(rank: int, allgather: Allgather, several: bool) -> Met:
+    """Has the ranks of each host of a group share a segment, if they can. Every rank of the group must call it.
 
     Args:
         rank: This rank.
         allgather: Collects bytes of all ranks, in rank order.
+        several: Whether segments are of use where there is more than one host; the same on all ranks.
 
     Raises:
         TransportError: As ``allgather``.
@@ -132,34 +136,46 @@ def meet(rank: int, allgather: Allgather) -> Met:
     for peer, card in enumerate(cards):
         if card.wanted == "process_group":
             return Met(None, f"goes by the process group (GRADPACK_TRANSPORT on rank {peer})")
-    if len({card.host for card in cards}) > 1:
+    found: dict[str, list[int]] = {}
+    for peer, card in enumerate(cards):
+        found.setdefault(card.host, []).append(peer)
+    hosts = tuple(map(tuple, found.values()))
+    if len(hosts) > 1 and not several:
         return Met(None, "has ranks on several hosts")
-    lanes, slots, slot_bytes, crowded = _shape(cards)
-    shape = {"ranks": len(cards), "lanes": lanes, "slots": slots, "slot_bytes": slot_bytes, "rank": rank}
+    if 1 < len(hosts) == len(cards):
+        return Met(None, "has each rank on a host of its own")
+    mine = found[cards[rank].host]
+    lanes, slots, slot_bytes, crowded = _shape([cards[peer] for peer in mine])
+    shape = {"ranks": len(mine), "lanes": lanes, "slots": slots, "slot_bytes": slot_bytes, "rank": mine.index(rank)}
     end = shape | {"spin": 0.0 if crowded else SPIN_SECONDS}
-    found = []
+    problems = []
     for make in (_in_memory, _in_a_file):
-        channel, problem = _share(rank, exchange, make, end)
+        channel, problem = _share(rank, mine[0], exchange, make, end)
         if channel is not None:
-            return Met(channel, f"has all {len(cards)} ranks on one host")
-        found.append(problem)
-    problem = "; ".join(found)
+            where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+            return Met(channel, f"has all {len(cards)} ranks on {where}", hosts=hosts)
+        problems.append(problem)
+    problem = "; ".join(problems)
     return Met(None, f"cannot share memory ({problem})", f"gradpack: shared memory is not available: {problem}")
 
 
 def _share(
-    rank: int, exchange: Callable[[Any], list[Any]], make: Callable[[dict[str, Any]], _C.ShmChannel], end: dict[str, Any]
+    rank: int,
+    leader: int,
+    exchange: Callable[[Any], list[Any]],
+    make: Callable[[dict[str, Any]], _C.ShmChannel],
+    end: dict[str, Any],
 ) -> tuple[_C.ShmChannel | None, str]:
-    """The leader makes a segment and the others open it: this rank's end of it, or why not all ranks have one."""
+    """The leader of a host makes a segment and the others open it: this rank's end, or why some have none."""
     channel, problem, offer = None, None, None
-    if rank == 0:
+    if rank == leader:
         try:
             channel = make(end)
             offer = channel.location, channel.nonce.hex()
         except OSError as error:
             problem = str(error)
-    offer = exchange(offer)[0]
-    if rank != 0 and offer is not None:
+    offer = exchange(offer)[leader]
+    if rank != leader and offer is not None:
         try:
             channel = _C.ShmChannel.attach(**end, location=offer[0], nonce=bytes.fromhex(offer[1]))
         except (OSError, ValueError) as error:

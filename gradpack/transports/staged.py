@@ -55,6 +55,7 @@ class StagedTransport(AgreeingTransport):
     """
 
     name = "process_group"
+    offers: tuple[str, ...] = ("process_group",)
 
     def __init__(self, state: GroupState, peers: Peers, staging: Staging, collectives: Collectives, why: str) -> None:
         super().__init__(state, peers)
@@ -70,10 +71,11 @@ class StagedTransport(AgreeingTransport):
         """See ``Transport.explain``."""
         layout = packer.layout
         payload_bytes = self._staging.payload_bytes
-        payload, slices = self._route(packer.planned(frozenset()), payload_bytes)
+        carrier = self._carrier(None)
+        payload, slices = self._route(packer.planned(frozenset()), payload_bytes, carrier)
         opening = sum(part.numel * layout.groups[part.stream].wire_itemsize for part in payload)
         sizes = [part.numel * layout.groups[part.stream].wire_itemsize for part in slices]
-        direct = sum(self._pipeline.is_direct(nbytes) for nbytes in sizes)
+        direct = sum(carrier.is_direct(nbytes) for nbytes in sizes)
         return [
             f"over: {self._collectives.explain()}",
             f"opening: one exchange of {HEADER_BYTES + payload_bytes:,} bytes a rank, {opening:,} of them payload",
@@ -99,13 +101,17 @@ class StagedTransport(AgreeingTransport):
     def _read(self, offset: int, nbytes: int) -> bytes:
         return bytes(memoryview(self._buffer)[offset : offset + nbytes])
 
-    def _route(self, planned: Planned, payload_bytes: int) -> tuple[list[Slice], list[Slice]]:
+    def _carrier(self, root: int | None) -> Pipeline:
+        """What the slices of a call go through, a broadcast's or an all-reduce's."""
+        return self._pipeline
+
+    def _route(self, planned: Planned, payload_bytes: int, carrier: Pipeline) -> tuple[list[Slice], list[Slice]]:
         """What the opening carries, and the slices that follow it."""
-        name = f"{self.name} after {payload_bytes} bytes"
+        name = f"slices of {carrier.limit()} bytes after {payload_bytes}"
         route: tuple[list[Slice], list[Slice]] | None = planned.routes.get(name)
         if route is None:
             payload = payload_slices(planned.layout, payload_bytes)
-            route = planned.routes[name] = payload, wire_slices(planned.layout, payload, self._pipeline.limit())
+            route = planned.routes[name] = payload, wire_slices(planned.layout, payload, carrier.limit())
         return route
 
     def _expected_payload(self) -> int:
@@ -138,19 +144,20 @@ class StagedTransport(AgreeingTransport):
         self._expected.agreed(fingerprint, room)
 
     def _carry_out(self, run: Run) -> None:
-        payload, slices = self._route(run.planned, self._expected_payload())
+        carrier = self._carrier(run.call.root)
+        payload, slices = self._route(run.planned, self._expected_payload(), carrier)
         opening = self._open(run, payload)
-        ahead = self._pipeline.pack_ahead(run, slices)
+        ahead = carrier.pack_ahead(run, slices)
         opening.wait(run.deadline)
         run.wire_bytes += (self._state.size - 1) * self._opening_bytes
         if not self._agree(run, self._shown()):
-            payload, slices = self._route(run.planned, 0)
-            ahead = self._pipeline.pack_ahead(run, slices)
+            payload, slices = self._route(run.planned, 0, carrier)
+            ahead = carrier.pack_ahead(run, slices)
         try:
             starts = [start + HEADER_BYTES for start in self._openings()]
             for part in payload:
-                self._pipeline.finish(run, part, [start + part.offset for start in starts])
-            self._pipeline.carry(run, slices, ahead)
+                carrier.finish_payload(run, part, [start + part.offset for start in starts])
+            carrier.carry(run, slices, ahead)
         finally:
             self._mark_written(run.call)
 

@@ -96,6 +96,7 @@ void run_rank(ShmChannel& channel, int64_t rank, int64_t ranks) {
     moved.streams = &gradients.streams;
     moved.arrays = gradients.arrays.data();
     moved.root = root;
+    if (root >= 0) moved.kind = ShmCall::Kind::kBroadcast;
     moved.nonfinite = root >= 0 ? nullptr : nonfinite.data();
 
     const bool differs = call % 7 == 6;
@@ -107,7 +108,8 @@ void run_rank(ShmChannel& channel, int64_t rank, int64_t ranks) {
       channel.begin_gather(std::string(static_cast<size_t>(rank * 9000), 'g'));
       drive(channel);
       for (int64_t peer = 0; peer < ranks; ++peer) {
-        if (channel.gathered()[static_cast<size_t>(peer)].size() != static_cast<size_t>(peer * 9000)) fail("wrong bytes gathered");
+        if (channel.gathered()[static_cast<size_t>(peer)].size() != static_cast<size_t>(peer * 9000))
+          fail("wrong bytes gathered");
       }
       channel.carry(moved);
       drive(channel);
