@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,13 +115,18 @@ class Peer:
 
 
 class Flat(Peer):
-    """Gradients that already lie in one buffer, summed and not divided: less than any of the others can do."""
+    """Gradients that already lie in one buffer, summed and not divided: less than any of the others can do.
+
+    Args:
+        gradients: As for Peer.
+        other: A peer whose buffer this one uses too.
+    """
 
     name = "flat"
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients, other: Flat | None = None) -> None:
         super().__init__(gradients)
-        self.buffer = torch.zeros(gradients.numel, dtype=gradients.dtype)
+        self.buffer = torch.zeros(gradients.numel, dtype=gradients.dtype) if other is None else other.buffer
         self.views = views_of(self.buffer, gradients.shapes)
 
     def before(self) -> None:
@@ -275,24 +284,91 @@ class Ddp(Backward):
 
 
 class Gradpack(Peer):
-    """gradpack.allreduce."""
+    """gradpack.allreduce.
 
-    name = "gradpack"
+    Args:
+        gradients: As for Peer.
+        compress: Its wire.
+        asked: Its transport.
+    """
 
-    def __init__(self, gradients: Gradients, compress: str | None = None) -> None:
+    def __init__(self, gradients: Gradients, compress: str | None = None, asked: str = "auto") -> None:
         super().__init__(gradients)
-        self.compress = compress
+        self.options = {"splits": SPLITS, "compress": compress, "transport": asked}
         self.wire = {None: self.wire, "fp16": "float16", "bf16": "bfloat16"}[compress]
-        self.name = f"gradpack {compress}" if compress else "gradpack"
+        self.name = " ".join(["gradpack", *([compress] if compress else []), *(["over gloo"] if asked != "auto" else [])])
 
     def release(self) -> None:
         gradpack.close()
 
     def run(self) -> None:
-        gradpack.allreduce(self.gradients.tensors, splits=SPLITS, compress=self.compress)
+        gradpack.allreduce(self.gradients.tensors, **self.options)
 
     def find_transport(self) -> None:
-        self.transport = gradpack.explain(self.gradients.tensors, splits=SPLITS, compress=self.compress).transport or "memory"
+        self.transport = gradpack.explain(self.gradients.tensors, **self.options).transport or "memory"
+
+
+class MpiFlat(Flat):
+    """MPI's all-reduce of one buffer in which the gradients already lie; offered in processes that mpirun has started."""
+
+    name = "MPI flat"
+    transport = "MPI"
+
+    def run(self) -> None:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, self.buffer.numpy())
+
+
+def build_deepspeed() -> str | None:
+    """Compiles DeepSpeed's all-reduce through shared memory from the sources that its package has: where it lies, or None."""
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        return None
+    from torch.utils import cpp_extension
+
+    sources = Path(package.origin).parent / "ops/csrc/cpu/comm"
+    return str(
+        cpp_extension.load(
+            "deepspeed_shm",
+            [str(sources / name) for name in ("shm_interface.cpp", "shm.cpp")],
+            extra_cflags=["-O2", "-fopenmp"],
+            is_python_module=True,
+        ).__file__
+    )
+
+
+class DeepSpeedFlat(Flat):
+    """DeepSpeed's all-reduce of one buffer in which the gradients already lie."""
+
+    name = "DeepSpeed flat"
+    transport = "DeepSpeed"
+
+    @staticmethod
+    def begin(path: str, rank: int, world: int) -> None:
+        """Loads what build_deepspeed() made, which takes a group of ranks from the environment, once for a process."""
+        os.environ["LOCAL_SIZE"] = str(world)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        found = importlib.util.spec_from_file_location("deepspeed_shm", path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        module.initialize(world, rank)
+
+    def run(self) -> None:
+        torch.ops.deepspeed.inference_all_reduce_(self.buffer)
+
+
+class DeepSpeedPerTensor(Peer):
+    """The same for each gradient."""
+
+    name = "DeepSpeed per tensor"
+    transport = "DeepSpeed"
+
+    def run(self) -> None:
+        for gradient in self.gradients.tensors:
+            torch.ops.deepspeed.inference_all_reduce_(gradient)
+        torch._foreach_div_(self.gradients.tensors, self.gradients.world)
 
 
 class Memcpy(Peer):
@@ -316,6 +392,20 @@ class Memcpy(Peer):
         return int((self.target.buffer != self.source.buffer).sum())
 
 
+class Scale(Flat):
+    """The bound of what is reduced in place: all ranks at once read and write the gradients' bytes once, where they are."""
+
+    name = "scale in place"
+    transport = "memory"
+    passes = 2
+
+    def run(self) -> None:
+        self.buffer.mul_(1.0)
+
+    def wrong(self) -> int:
+        return 0
+
+
 def make_peers(gradients: Gradients, compress: Sequence[str]) -> list[Peer]:
     """All that this torch has and that the dtype allows."""
     flat, copies = Flat(gradients), FlatWithCopies(gradients)
@@ -325,5 +415,10 @@ def make_peers(gradients: Gradients, compress: Sequence[str]) -> list[Peer]:
         peers.append(Ddp(gradients, "batched copy", batched_grad_copy=True))
     if gradients.dtype in (torch.float32, torch.float64):
         peers.append(Ddp(gradients, "fp16 hook", default_hooks.fp16_compress_hook, "float16"))
-        peers += [Gradpack(gradients, wire) for wire in compress]
-    return [*peers, Gradpack(gradients), Memcpy(gradients, flat, copies)]
+        peers += [Gradpack(gradients, wire, asked) for asked in ("auto", "process_group") for wire in compress]
+        if "mpi4py.MPI" in sys.modules:
+            peers.append(MpiFlat(gradients, flat))
+    if hasattr(torch.ops.deepspeed, "inference_all_reduce_") and gradients.dtype != torch.float64:
+        peers += [DeepSpeedFlat(gradients, flat), DeepSpeedPerTensor(gradients)]
+    peers += [Gradpack(gradients), Gradpack(gradients, asked="process_group")]
+    return [*peers, Memcpy(gradients, flat, copies), Scale(gradients, flat)]

@@ -37,7 +37,8 @@ README_PIECES = {
     "cat": "the lines above",
     "DDP default (net)": "DDP, less the same backward",
     "gradpack": "`gradpack.allreduce`",
-    "gradpack bf16": 'the same with `compress="bf16"`',
+    "gradpack over gloo": 'the same as between hosts, `transport="process_group"`',
+    "gradpack bf16 over gloo": 'and with `compress="bf16"`',
 }
 """Columns and rows of the README's table, and what they are called there."""
 

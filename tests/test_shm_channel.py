@@ -207,6 +207,70 @@ def test_nonfinite_values_of_any_rank_are_seen_on_all() -> None:
     assert on_each(2, run) == [[1], [1]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("scalar", "wire"), [("float32", "float32"), ("float32", "bfloat16"), ("int64", "int64")])
+def test_ranges_are_collected_and_spread(ranks: int, scalar: str, wire: str) -> None:
+    ends = channels(ranks, lanes=2)
+    counts = [5, 0, 30_000, 77]
+    mine = [Streams(rank, [(scalar, wire)], counts) for rank in range(ranks)]
+    buffer = _C.Buffer(30_082 * 8 + 64)
+    divisor = 1 if scalar == "int64" else ranks
+
+    def run(rank: int, kind: str, begin: int, end: int) -> None:
+        memory = buffer if rank == 0 else None
+        divided = divisor if kind == "collect" else 1
+        ends[rank].begin_range(kind, mine[rank].plan, mine[rank].described, 0, begin, end, memory, 64, divided)
+        assert finish(ends[rank]) == "done"
+
+    for begin, end in [(0, 30_082), (3, 3), (4, 9000), (9000, 30_082)]:
+        for streams in mine:
+            for array, count, stop in zip(streams.arrays, counts, itertools.accumulate(counts), strict=True):
+                array.view(f"u{array.itemsize}")[...] = streams.bits[0][stop - count : stop]
+        with np.errstate(all="ignore"):
+            values = [reference.widened(streams.bits[0][begin:end], scalar) for streams in mine]
+            if wire != scalar:
+                values = [reference.widened(reference.narrowed(value, wire), wire) for value in values]
+            total = sum(values[1:], start=values[0])
+            wanted = reference.narrowed(reference.divided(total, divisor) if divisor > 1 else total, wire)
+        on_each(ranks, lambda rank, begin=begin, end=end: run(rank, "collect", begin, end))
+        found = np.frombuffer(buffer, np.uint8)[64:].view(wanted.dtype)[: end - begin]
+        nan = reference.nan(wanted, wire)
+        assert (found[~nan] == wanted[~nan]).all() and reference.nan(found, wire)[nan].all()
+        for streams in mine:
+            assert (streams.result(0) == streams.bits[0]).all()  # nothing is written yet
+        on_each(ranks, lambda rank, begin=begin, end=end: run(rank, "spread", begin, end))
+        spread = reference.narrowed(reference.widened(found, wire), scalar) if wire != scalar else found
+        for streams in mine:
+            result = streams.result(0)
+            there = ~nan
+            assert (result[begin:end][there] == spread[there]).all()
+            assert (result[:begin] == streams.bits[0][:begin]).all() and (result[end:] == streams.bits[0][end:]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("gather", 0, 0, 5, "buffer", 0), ValueError, "kind: found gather, wanted collect or spread"),
+        (("collect", 1, 0, 5, "buffer", 0), ValueError, "stream: found 1, wanted one of the plan"),
+        (("collect", -1, 0, 5, "buffer", 0), ValueError, "stream: found -1, wanted one of the plan"),
+        (("collect", 0, 0, 6, "buffer", 0), ValueError, "begin, end: found 0, 6, wanted 0 <= begin <= end <= 5"),
+        (("collect", 0, 3, 2, "buffer", 0), ValueError, "begin, end: found 3, 2"),
+        (("collect", 0, -1, 2, "buffer", 0), ValueError, "begin, end: found -1, 2"),
+        (("collect", 0, 0, 5, "buffer", 1), ValueError, "offset: found 1 with 20 bytes from there, wanted both within 20"),
+        (("spread", 0, 0, 5, "buffer", -1), ValueError, "offset: found -1"),
+        (("collect", 0, 0, 5, None, 0), ValueError, "buffer: found None on the leader, wanted a Buffer"),
+    ],
+)
+def test_a_range_that_cannot_be_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    (end,) = channels(1)
+    mine = Streams(0, [("float32", "float32")], [5])
+    kind, stream, begin, stop, memory, offset = arguments
+    with pytest.raises(error, match=message):
+        end.begin_range(kind, mine.plan, mine.described, stream, begin, stop, _C.Buffer(20) if memory else None, offset)
+    end.begin(HEADER, mine.plan, mine.described)
+    assert finish(end) == "done"
+
+
 # Segments.
 
 

@@ -84,6 +84,32 @@ ShmChannel::Status drive(ShmChannel& channel) {
   }
 }
 
+// A range of one stream: to the leader's memory and back to all.
+void collect_and_spread(ShmChannel& channel, int64_t call, int64_t rank, int64_t ranks, const std::vector<int64_t>& counts) {
+  Gradients gradients(call, rank, counts, DType::kFloat32);
+  const int64_t begin = 0, end = gradients.streams[0].numel();
+  std::vector<float> dense(static_cast<size_t>(rank == 0 ? end : 0));
+  ShmCall moved;
+  moved.streams = &gradients.streams;
+  moved.arrays = gradients.arrays.data();
+  moved.root = 0;
+  moved.dense = reinterpret_cast<char*>(dense.data());
+  for (const ShmCall::Kind kind : {ShmCall::Kind::kCollect, ShmCall::Kind::kSpread}) {
+    moved.kind = kind;
+    channel.begin_range(moved, 0, begin, end);
+    drive(channel);
+  }
+  // The integers took no part.
+  for (size_t place = 0; place < gradients.integers.size(); ++place) {
+    for (int64_t index = 0; index < static_cast<int64_t>(gradients.integers[place].size()); ++index) {
+      int64_t sum = 0;
+      for (int64_t peer = 0; peer < ranks; ++peer) sum += Gradients::value(call, peer, index);
+      gradients.integers[place][static_cast<size_t>(index)] = static_cast<int32_t>(sum);
+    }
+  }
+  gradients.check(call, ranks, -1);
+}
+
 void run_rank(ShmChannel& channel, int64_t rank, int64_t ranks) {
   const std::vector<std::vector<int64_t>> sizes = {{1}, {17, 1, 3}, {5000, 20000, 1}, {60000, 7}};
   for (int64_t call = 0; call < kCalls; ++call) {
@@ -117,6 +143,7 @@ void run_rank(ShmChannel& channel, int64_t rank, int64_t ranks) {
       fail("headers that differ were found equal");
     }
     gradients.check(call, ranks, root);
+    collect_and_spread(channel, call, rank, ranks, counts);
   }
 }
 
