@@ -130,16 +130,9 @@ def measure(options: argparse.Namespace, gigabits: float) -> list[dict[str, tupl
                     "GLOO_SOCKET_IFNAME": "cable",
                     "OMP_NUM_THREADS": "1",
                 }
-                command = [
-                    "nsenter",
-                    f"--net=/proc/{holders[host]}/ns/net",
-                    sys.executable,
-                    __file__,
-                    "--worker",
-                    folder,
-                    str(rank),
-                ]
-                ranks.append(subprocess.Popen([*command, str(rank)], env=environment))
+                enter = ["nsenter", f"--net=/proc/{holders[host]}/ns/net"]
+                command = [*enter, sys.executable, __file__, "--worker", folder, str(rank)]
+                ranks.append(subprocess.Popen(command, env=environment))
             for process in ranks:
                 if process.wait(DEADLINE_S) != 0:
                     raise SystemExit(f"a rank ended with {process.returncode}")

@@ -343,6 +343,7 @@ class DeepSpeedFlat(Flat):
 
     name = "DeepSpeed flat"
     transport = "DeepSpeed"
+    sums_16_bits = False  # its kernels for those are AVX-512's alone, and nothing else keeps them from running
 
     @staticmethod
     def begin(path: str, rank: int, world: int) -> None:
@@ -354,6 +355,7 @@ class DeepSpeedFlat(Flat):
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
         module.initialize(world, rank)
+        DeepSpeedFlat.sums_16_bits = module.vector_kernel_level() >= 2
 
     def run(self) -> None:
         torch.ops.deepspeed.inference_all_reduce_(self.buffer)
@@ -418,7 +420,8 @@ def make_peers(gradients: Gradients, compress: Sequence[str]) -> list[Peer]:
         peers += [Gradpack(gradients, wire, asked) for asked in ("auto", "process_group") for wire in compress]
         if "mpi4py.MPI" in sys.modules:
             peers.append(MpiFlat(gradients, flat))
-    if hasattr(torch.ops.deepspeed, "inference_all_reduce_") and gradients.dtype != torch.float64:
+    deepspeed = gradients.dtype == torch.float32 or (gradients.dtype.itemsize == 2 and DeepSpeedFlat.sums_16_bits)
+    if hasattr(torch.ops.deepspeed, "inference_all_reduce_") and deepspeed:
         peers += [DeepSpeedFlat(gradients, flat), DeepSpeedPerTensor(gradients)]
     peers += [Gradpack(gradients), Gradpack(gradients, asked="process_group")]
     return [*peers, Memcpy(gradients, flat, copies), Scale(gradients, flat)]

@@ -63,22 +63,23 @@ def ratio_of(row: Row) -> str:
 
 
 def ratios(result: str, *cases: str) -> str:
-    """Time over the baseline's."""
-    rows = [row for row in read(result)["rows"] if row["case"] in cases]
+    """Time over the baseline's, in some cases or in all."""
+    rows = [row for row in read(result)["rows"] if not cases or row["case"] in cases]
     return matrix(f"time / {rows[0]['baseline']}", rows, ratio_of)
 
 
 def extra(*results: str) -> str:
     """Extra memory of a rank."""
     rows = [row for result in results for row in read(result)["rows"] if row["extra_bytes"] is not None]
-    idle = ("flat", "backward", "memcpy")
+    idle = ("flat", "backward", "memcpy", "scale in place", "MPI flat", "DeepSpeed flat")
     return matrix("MB", [row for row in rows if row["piece"] not in idle], lambda row: f"{row['extra_bytes'] / 1e6:.1f}")
 
 
 def processor(*results: str) -> str:
     """CPU time of all ranks for each byte, of what is long enough to be measured so."""
     rows = [row for result in results for row in read(result)["rows"] if row["bytes"] > 1e6]
-    pieces = ("flat", "flat + copies", "cat", "DDP default (net)", "DDP bucket view (net)", "gradpack", "gradpack bf16", "memcpy")
+    ways = ("flat", "flat + copies", "cat", "DDP default (net)", "DDP bucket view (net)", "MPI flat", "DeepSpeed flat")
+    pieces = (*ways, "gradpack", "gradpack over gloo", "gradpack bf16 over gloo", "memcpy", "scale in place")
     return matrix(
         "CPU s / GB",
         [row for row in rows if row["piece"] in pieces],
