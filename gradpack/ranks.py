@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -82,10 +83,10 @@ class TorchRanks(Ranks):
             self._exchanges = 0
         return self._meeting
 
-    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = lambda: None) -> list[bytes]:
         """See ``Ranks.allgather``."""
         try:
-            return self._allgather(data, deadline)
+            return self._allgather(data, deadline, look)
         except RuntimeError as error:
             if isinstance(error, TransportError):
                 raise
@@ -93,7 +94,7 @@ class TorchRanks(Ranks):
                 f"found the store of the group broken ({error}), wanted it alive with the rank that holds it"
             ) from error
 
-    def _allgather(self, data: bytes, deadline: float) -> list[bytes]:
+    def _allgather(self, data: bytes, deadline: float, look: Callable[[], None]) -> list[bytes]:
         store = self.store()
         self._exchanges += 1
         keys = [f"exchange {self._exchanges} of rank {peer}" for peer in range(self.size)]
@@ -101,6 +102,7 @@ class TorchRanks(Ranks):
         pause = 0.0005
         for key in keys:
             while not store.check([key]):
+                look()
                 self._raise_abandoned(store)
                 if time.monotonic() > deadline:
                     absent = [peer for peer, key in enumerate(keys) if not store.check([key])]
@@ -128,7 +130,7 @@ class TorchRanks(Ranks):
             rank, name, text = bytes(store.get("abandoned")).decode(errors="replace").split("\n", 2)
             if name == "KeyboardInterrupt":
                 raise TransportError(f"found that rank {rank} was interrupted, wanted it in this call")
-            kind = TransportTimeout if name == "TransportTimeout" else TransportError
+            kind = {"TransportTimeout": TransportTimeout, "PeerLost": PeerLost}.get(name, TransportError)
             raise kind(f"rank {rank} gave up: {name}: {text}")
 
     def abandon(self, cause: BaseException) -> None:
@@ -181,20 +183,21 @@ class MPIRanks(Ranks):
             self._duplicate.Set_errhandler(MPI.ERRORS_RETURN)
         return self._duplicate
 
-    def allgather(self, data: bytes, deadline: float) -> list[bytes]:
+    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = lambda: None) -> list[bytes]:
         """See ``Ranks.allgather``."""
         comm = self.duplicate(deadline)
         lengths = memoryview(bytearray(8 * self.size))
-        self._wait(comm.Iallgather(len(data).to_bytes(8, "little"), lengths), deadline)
+        self._wait(comm.Iallgather(len(data).to_bytes(8, "little"), lengths), deadline, look)
         counts = lengths.cast("q").tolist()
         found = memoryview(bytearray(sum(counts)))
-        self._wait(comm.Iallgatherv(data, [found, counts]), deadline)
+        self._wait(comm.Iallgatherv(data, [found, counts]), deadline, look)
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         return [bytes(found[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
-    def _wait(self, request: Any, deadline: float) -> None:
+    def _wait(self, request: Any, deadline: float, look: Callable[[], None] = lambda: None) -> None:
         pause = 0.0
         while not request.Test():
+            look()
             if time.monotonic() > deadline:
                 raise TransportTimeout(f"found ranks absent at the deadline, wanted all {self.size} ranks here before it")
             time.sleep(pause)

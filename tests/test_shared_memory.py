@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import gradpack
 from gradpack import _C, groups
-from gradpack.testing import assert_same, run_ranks
+from gradpack.testing import assert_same, run_ranks, try_ranks
 from gradpack.transports import shm_meeting
 
 SHM = Path("/dev/shm")
@@ -181,6 +181,33 @@ def test_files_of_the_dead_are_swept_and_no_others(tmp_path: Path, monkeypatch: 
     young.touch()
     shm_meeting._sweep()
     assert {path.name for path in tmp_path.iterdir()} == {name for name, stays in names.items() if stays} | {young.name}
+
+
+def dies_at_the_meeting(rank: int, world: int, exchanges: int) -> str:
+    if rank == 0:
+        encode, made = shm_meeting.json.dumps, 0
+
+        def dumps(value: Any) -> str:
+            nonlocal made
+            made += 1
+            if made > exchanges:
+                os._exit(0)
+            return encode(value)
+
+        shm_meeting.json = type("Json", (), {"dumps": staticmethod(dumps), "loads": staticmethod(shm_meeting.json.loads)})  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with pytest.raises(gradpack.PeerLost, match=r"first call on this group: .*found rank 0 gone"):
+        gradpack.allreduce([torch.ones(3)], timeout=20)
+    assert time.monotonic() - began < 3
+    return "noticed"
+
+
+@pytest.mark.parametrize("exchanges", [0, 1, 2])
+def test_a_death_between_meeting_and_sharing_is_noticed(exchanges: int) -> None:
+    before = leftovers()
+    outcomes = try_ranks(dies_at_the_meeting, 3, exchanges)
+    assert [outcome.value for outcome in outcomes] == [None, "noticed", "noticed"], outcomes
+    assert leftovers() <= before
 
 
 # The same bits as by the process group.

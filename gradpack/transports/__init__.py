@@ -67,7 +67,7 @@ def _meet(operation: str, state: GroupState, deadline: float) -> Transport:
         peers = state.peers = Peers(state.rank, state.size)
         peers.meet(state.ranks.allgather, state.ranks.check, deadline)
         several = _connects_leaders(state)
-        met = shm_meeting.meet(state.rank, lambda data: state.ranks.allgather(data, deadline), several)
+        met = shm_meeting.meet(state.rank, lambda data: state.ranks.allgather(data, deadline, peers.check), several)
         if met.warning is not None and state.rank == 0:
             warnings.warn(met.warning, RuntimeWarning, stacklevel=2)
         if met.channel is None:
