@@ -110,6 +110,8 @@ bench: setup
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_ways.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_opening.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_merge.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_shm.py latency
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/bench_shm.py chunks
 
 format: setup
 	@$(BIN)/ruff check --quiet --fix . || true

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,7 +63,9 @@ def hosts(gigabits: float) -> Iterator[list[int]]:
         inside = [["nsenter", f"--net=/proc/{holder.pid}/ns/net"] for holder in holders]
         home = os.stat("/proc/self/ns/net").st_ino
         while any(os.stat(f"/proc/{holder.pid}/ns/net").st_ino == home for holder in holders):
-            pass
+            if any(holder.poll() is not None for holder in holders):
+                raise SystemExit("bench_hosts.py: unshare made no network namespace")
+            time.sleep(0.01)
         run(*inside[0], "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(holders[1].pid))
         for enter, address in zip(inside, ADDRESSES, strict=True):
             run(*enter, "ip", "address", "add", f"{address}/24", "dev", "cable")

@@ -97,7 +97,8 @@ def allreduce(
         check_finite: Whether to look for inf and NaN in the result, at no extra pass over memory.
         group: A torch process group, an mpi4py communicator, any object with ``rank``, ``size`` and
             ``allgather(data, timeout=seconds)`` of bytes, or None for torch's default process group.
-        transport: ``"auto"``, ``"shared_memory"`` (all ranks on one host) or ``"process_group"``.
+        transport: ``"auto"``, ``"shared_memory"`` (all ranks on one host), ``"hierarchical"`` (on several, some together) or
+            ``"process_group"``.
         names: One name for each array, for messages and ``Result.nonfinite``.
         timeout: Seconds or a timedelta to wait for the other ranks; None for the group's own.
         async_op: Whether to run in the background and return a ``Handle`` at once; until it is done the gradients must be left

@@ -22,10 +22,6 @@ DEFAULT_SECONDS = 1800.0
 """How long a group without a timeout of its own waits for its ranks: as long as torch's process groups do by default."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Ranks(ABC):
     """The ranks of one group.
 
@@ -40,7 +36,7 @@ class Ranks(ABC):
     timeout: float
 
     @abstractmethod
-    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = _nothing) -> list[bytes]:
+    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = lambda: None) -> list[bytes]:
         """Collects a few bytes of every rank, in rank order, until ``time.monotonic()`` passes ``deadline``.
 
         ``look`` is called now and then while it waits, and may raise what ends that.
@@ -137,7 +133,7 @@ class ObjectRanks(Ranks):
             raise TransportError(f"{verb} of the group: found {type(found).__name__}, wanted bytes of each of {self.size} ranks")
         return found
 
-    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = _nothing) -> list[bytes]:
+    def allgather(self, data: bytes, deadline: float, look: Callable[[], None] = lambda: None) -> list[bytes]:
         """See ``Ranks.allgather``."""
         future = self.start("allgather", data, deadline)
         while not wait([future], LOOK_SECONDS).done:

@@ -47,24 +47,19 @@ class Channel {
                    int64_t end, const py::object& buffer, int64_t offset, int64_t divisor, const Plan::Counts& counts,
                    const py::object& nonfinite) {
     GP_CHECK(kValue, kind == "collect" || kind == "spread", "ShmChannel: kind: found ", kind, ", wanted collect or spread");
-    GP_CHECK(kValue, plan.cast<const Plan&>().streams().size() > static_cast<size_t>(stream), "ShmChannel: stream: found ",
-             stream, ", wanted one of the plan");
     ShmCall call = call_of(plan, arrays, 0, divisor, counts, nonfinite);
-    const Stream& moved = (*call.streams)[static_cast<size_t>(stream)];
-    const int64_t scalars = components(moved.dtype);
-    GP_CHECK(kValue, 0 <= begin && begin <= end && end * scalars <= moved.numel(), "ShmChannel: begin, end: found ", begin, ", ",
-             end, ", wanted 0 <= begin <= end <= ", moved.numel() / scalars);
+    const Range range = plan.cast<const Plan&>().range_of("ShmChannel", stream, begin, end, &arrays.cast<const Arrays&>());
     call.kind = kind == "collect" ? ShmCall::Kind::kCollect : ShmCall::Kind::kSpread;
-    call.dense_begin = begin * scalars;
+    call.dense_begin = range.begin;
     if (!buffer.is_none()) {
-      auto& memory = buffer.cast<Buffer&>();
-      const int64_t bytes = (end - begin) * scalars * itemsize(moved.wire);
-      GP_CHECK(kValue, 0 <= offset && offset + bytes <= memory.nbytes(), "ShmChannel: offset: found ", offset, " with ", bytes,
-               " bytes from there, wanted both within ", memory.nbytes());
+      const auto& memory = buffer.cast<const Buffer&>();
+      const int64_t bytes = (range.end - range.begin) * itemsize(range.stream->wire);
+      GP_CHECK(kValue, offset >= 0 && offset <= memory.nbytes() && bytes <= memory.nbytes() - offset,
+               "ShmChannel: offset: found ", offset, " with ", bytes, " bytes from there, wanted both within ", memory.nbytes());
       call.dense = memory.data() + offset;
     }
     GP_CHECK(kValue, call.dense || rank_ != 0, "ShmChannel: buffer: found None on the leader, wanted a Buffer");
-    open().begin_range(call, stream, begin * scalars, end * scalars);
+    open().begin_range(call, stream, range.begin, range.end);
     kept_ = py::make_tuple(kept_, buffer);
   }
 

@@ -38,6 +38,8 @@ class Plan {
 
   // For transports that take whole calls. `operation` is for messages.
   const std::vector<Stream>& streams() const { return streams_; }
+  // A range of one stream, in elements; `arrays` is null for operations that touch no gradient.
+  Range range_of(const char* operation, int64_t index, int64_t begin, int64_t end, const Arrays* arrays) const;
   // All of each stream.
   std::vector<Range> ranges_of(const char* operation, const Arrays& arrays) const;
   Divide divide_of(const char* operation, const Stream& stream, int64_t divisor, const Counts& counts) const;
@@ -45,8 +47,6 @@ class Plan {
 
  private:
   void add_stream(const StreamArgument& argument);
-  // `arrays` is null for operations that touch no gradient.
-  Range range_of(const char* operation, int64_t index, int64_t begin, int64_t end, const Arrays* arrays) const;
   void check_arrays(const char* operation, const Arrays& arrays, const Range& range) const;
 
   std::array<char, 16> key_;

@@ -48,9 +48,13 @@ void ShmLane::agreed(const ShmTuning& tuning, int64_t num_chunks) {
   if (!is_broadcast() || num_chunks == 0) return;
   // The root reads no slots, and the others have nothing to show.
   const uint64_t end = next_ + static_cast<uint64_t>(num_chunks);
-  publish(is_root() ? ShmProgress::kDone : ShmProgress::kPacked, end);
-  (is_root() ? applied_ : packed_) = is_root() ? packed_ : num_chunks;
-  if (is_root()) reduced_ = packed_;
+  if (is_root()) {
+    publish(ShmProgress::kDone, end);
+    applied_ = reduced_ = packed_;
+  } else {
+    publish(ShmProgress::kPacked, end);
+    packed_ = num_chunks;
+  }
 }
 
 bool ShmLane::advance(int64_t until_ns) {

@@ -8,6 +8,7 @@ is to spread a slot over the gradients of a host. The other ranks make the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from gradpack import _C
 from gradpack.dtypes import DTYPES
@@ -18,7 +19,7 @@ from gradpack.result import Result
 from gradpack.transports.base import Call, Run
 from gradpack.transports.collectives import Collectives, Work
 from gradpack.transports.drive import drive
-from gradpack.transports.pipeline import Moves, Pipeline
+from gradpack.transports.pipeline import Pipeline
 from gradpack.transports.slices import Slice
 from gradpack.transports.staged import StagedTransport, Staging
 
@@ -69,81 +70,14 @@ def place_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[int, int]:
     return next(host for host, ranks in enumerate(hosts) if rank in ranks), len(hosts)
 
 
-def _divides_early(run: Run, stream: int) -> bool:
-    """Whether the sum of a host is divided, not that of all: where it is rounded to 16 bits for the wire it could overflow."""
+def _division(run: Run, stream: int, *, of_host: bool) -> tuple[int, bytes | None]:
+    """What the sum of a host is divided by, or that of all hosts: divisor and counts.
+
+    One of the two: that of a host where it is rounded to 16 bits for the wire, since undivided it could overflow there.
+    """
     wire = DTYPES[run.planned.layout.groups[stream].wire]
-    return wire.kind == "float" and wire.itemsize == 2
-
-
-class _HostMoves:
-    """What a plan does for the gradients of one rank, for those of all ranks of a host: these make the same calls together."""
-
-    def __init__(self, run: Run, channel: _C.ShmChannel, peers: Peers, leads: bool) -> None:
-        self._run = run
-        self._plan = run.planned.plan
-        self._channel = channel
-        self._peers = peers
-        self._leads = leads
-
-    def pack(self, arrays: _C.Arrays, stream: int, begin: int, end: int, buffer: _C.Buffer, offset: int) -> None:
-        """Sums the gradients of the host."""
-        run = self._run
-        divisor, counts = (run.divisor, run.counts) if _divides_early(run, stream) else (1, None)
-        slot = buffer if self._leads else None
-        self._channel.begin_range("collect", self._plan, arrays, stream, begin, end, slot, offset, divisor, counts)
-        drive(self._channel, self._peers, run.deadline)
-        run.wire_bytes += (end - begin) * run.planned.layout.groups[stream].wire_itemsize
-
-    def unpack(
-        self,
-        arrays: _C.Arrays,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offset: int,
-        *,
-        nonfinite: _C.Nonfinite | None = None,
-    ) -> None:
-        """Spreads a slot over the gradients of the host."""
-        slot = buffer if self._leads else None
-        self._channel.begin_range("spread", self._plan, arrays, stream, begin, end, slot, offset, 1, None, nonfinite)
-        drive(self._channel, self._peers, self._run.deadline)
-
-    def reduce_unpack(
-        self,
-        arrays: _C.Arrays,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offsets: list[int],
-        divisor: int,
-        counts: bytes | None,
-        nonfinite: _C.Nonfinite | None,
-    ) -> None:
-        """Sums the slots of the hosts, and spreads that over the gradients of this one."""
-        self.reduce(stream, begin, end, buffer, offsets, buffer, offsets[0], divisor, counts)
-        self.unpack(arrays, stream, begin, end, buffer, offsets[0], nonfinite=nonfinite)
-
-    def reduce(
-        self,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offsets: list[int],
-        out: _C.Buffer,
-        offset: int,
-        divisor: int,
-        counts: bytes | None,
-    ) -> None:
-        """Sums what the hosts have of a range."""
-        if not self._leads:
-            return
-        if _divides_early(self._run, stream):
-            divisor, counts = 1, None
-        self._plan.reduce(stream, begin, end, buffer, offsets, out, offset, divisor, counts)
+    early = wire.kind == "float" and wire.itemsize == 2
+    return (run.divisor, run.counts) if early is of_host else (1, None)
 
 
 class HostPipeline(Pipeline):
@@ -178,19 +112,45 @@ class HostPipeline(Pipeline):
 
     def finish_payload(self, run: Run, part: Slice, offsets: list[int]) -> None:
         """See ``Pipeline.finish_payload``; sums in the order of all other slices, host by host, and rounds where they do."""
-        plan, elements = run.planned.plan, (part.begin, part.end)
-        early, late = (run.divisor, run.counts), (1, None)
-        if not _divides_early(run, part.stream):
-            early, late = late, early
-        firsts = [offsets[ranks[0]] for ranks in self._members]
-        for ranks, first in zip(self._members, firsts, strict=True):
+        plan, elements, buffer = run.planned.plan, (part.begin, part.end), self._buffer
+        first = [offsets[ranks[0]] for ranks in self._members]
+        for ranks, out in zip(self._members, first, strict=True):
             rows = [offsets[rank] for rank in ranks]
-            plan.reduce(part.stream, *elements, self._buffer, rows, self._buffer, first, *early)
-        plan.reduce(part.stream, *elements, self._buffer, firsts, self._buffer, firsts[0], *late)
-        plan.unpack(run.call.arrays, part.stream, *elements, self._buffer, firsts[0], nonfinite=run.nonfinite)
+            plan.reduce(part.stream, *elements, buffer, rows, buffer, out, *_division(run, part.stream, of_host=True))
+        plan.reduce(part.stream, *elements, buffer, first, buffer, first[0], *_division(run, part.stream, of_host=False))
+        plan.unpack(run.call.arrays, part.stream, *elements, buffer, first[0], nonfinite=run.nonfinite)
 
-    def _moves(self, run: Run) -> Moves:
-        return _HostMoves(run, self._channel, self._peers, self._leads)
+    def _rounds_sums(self, run: Run, stream: int) -> bool:
+        return True
+
+    def _pack_range(self, run: Run, stream: int, elements: tuple[int, int], offset: int) -> None:
+        self._move(run, "collect", stream, elements, offset, *_division(run, stream, of_host=True), None)
+        run.wire_bytes += (elements[1] - elements[0]) * run.planned.layout.groups[stream].wire_itemsize
+
+    def _unpack_range(self, run: Run, stream: int, elements: tuple[int, int], offset: int) -> None:
+        self._move(run, "spread", stream, elements, offset, 1, None, run.nonfinite)
+
+    def _move(
+        self,
+        run: Run,
+        kind: Literal["collect", "spread"],
+        stream: int,
+        elements: tuple[int, int],
+        offset: int,
+        divisor: int,
+        counts: bytes | None,
+        nonfinite: _C.Nonfinite | None,
+    ) -> None:
+        """Between the gradients of the host and a slot of its leader."""
+        slot = self._buffer if self._leads else None
+        plan, arrays = run.planned.plan, run.call.arrays
+        self._channel.begin_range(kind, plan, arrays, stream, *elements, slot, offset, divisor, counts, nonfinite)
+        drive(self._channel, self._peers, run.deadline)
+
+    def _reduce(self, run: Run, stream: int, elements: tuple[int, int], offsets: list[int], out: int) -> None:
+        if self._leads:
+            division = _division(run, stream, of_host=False)
+            run.planned.plan.reduce(stream, *elements, self._buffer, offsets, self._buffer, out, *division)
 
     def _launch(self, run: Run, part: Slice, index: int) -> Work:
         before = run.wire_bytes

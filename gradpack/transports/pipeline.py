@@ -12,9 +12,7 @@ Either way gradpack's own kernels sum, in rank order, so results depend neither 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
-from gradpack import _C
 from gradpack.dtypes import DTYPES
 from gradpack.errors import TransportError, renamed
 from gradpack.peers import Peers
@@ -22,7 +20,7 @@ from gradpack.transports.base import Run
 from gradpack.transports.collectives import Collectives, Work, rows
 from gradpack.transports.slices import LINE_BYTES, Slice, round_up
 
-__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Moves", "Pipeline"]
+__all__ = ["DIRECT_BYTES", "NUM_SLOTS", "Pipeline"]
 
 NUM_SLOTS = 6
 """Slices that are packed, on the wire or not yet unpacked: enough that a rank has work while it waits (``docs/design.md``)."""
@@ -32,54 +30,6 @@ _AHEAD = 2
 
 DIRECT_BYTES = 4 << 20
 """The most that a rank sends the direct way where the sharded one is there too (``benchmarks/bench_ways.py``)."""
-
-
-class Moves(Protocol):
-    """The part of ``_C.Plan`` that a pipeline asks for."""
-
-    def pack(self, arrays: _C.Arrays, stream: int, begin: int, end: int, buffer: _C.Buffer, offset: int) -> None:
-        """See ``_C.Plan.pack``."""
-
-    def unpack(
-        self,
-        arrays: _C.Arrays,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offset: int,
-        *,
-        nonfinite: _C.Nonfinite | None = None,
-    ) -> None:
-        """See ``_C.Plan.unpack``."""
-
-    def reduce_unpack(
-        self,
-        arrays: _C.Arrays,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offsets: list[int],
-        divisor: int,
-        counts: bytes | None,
-        nonfinite: _C.Nonfinite | None,
-    ) -> None:
-        """See ``_C.Plan.reduce_unpack``."""
-
-    def reduce(
-        self,
-        stream: int,
-        begin: int,
-        end: int,
-        buffer: _C.Buffer,
-        offsets: list[int],
-        out: _C.Buffer,
-        offset: int,
-        divisor: int,
-        counts: bytes | None,
-    ) -> None:
-        """See ``_C.Plan.reduce``."""
 
 
 def where(run: Run, part: Slice) -> str:
@@ -158,24 +108,34 @@ class Pipeline:
 
     def finish(self, run: Run, part: Slice, offsets: list[int]) -> None:
         """Writes to the gradients what the partners have of a slice, at ``offsets``; may overwrite the first."""
-        call, plan = run.call, self._moves(run)
-        where = (call.arrays, part.stream, part.begin, part.end, self._buffer)
+        call, elements = run.call, (part.begin, part.end)
         if call.root is not None:
             if call.root != self._rank:
-                plan.unpack(*where, offsets[call.root])
+                self._unpack_range(run, part.stream, elements, offsets[call.root])
             return
-        wire = DTYPES[run.planned.layout.groups[part.stream].wire]
-        if self._size > 2 and self._collectives.shards and wire.kind == "float" and wire.itemsize == 2:
-            # The sharded way rounds a sum to 16 bits for the way back. Which way a slice takes depends on its size, and results
-            # must not.
-            self._reduce(run, part.stream, (part.begin, part.end), offsets, offsets[0])
-            plan.unpack(*where, offsets[0], nonfinite=run.nonfinite)
+        if self._rounds_sums(run, part.stream):
+            self._reduce(run, part.stream, elements, offsets, offsets[0])
+            self._unpack_range(run, part.stream, elements, offsets[0])
         else:
-            plan.reduce_unpack(*where, offsets, run.divisor, run.counts, run.nonfinite)
+            plan = run.planned.plan
+            plan.reduce_unpack(call.arrays, part.stream, *elements, self._buffer, offsets, run.divisor, run.counts, run.nonfinite)
 
-    def _moves(self, run: Run) -> Moves:
-        """What moves elements between the gradients and the slots."""
-        return run.planned.plan
+    def _rounds_sums(self, run: Run, stream: int) -> bool:
+        """Whether sums are rounded to the wire dtype before they are unpacked.
+
+        The sharded way rounds them to 16 bits for the way back. Which way a slice goes depends on its size, results must not.
+        """
+        wire = DTYPES[run.planned.layout.groups[stream].wire]
+        return self._size > 2 and self._collectives.shards and wire.kind == "float" and wire.itemsize == 2
+
+    def _pack_range(self, run: Run, stream: int, elements: tuple[int, int], offset: int) -> None:
+        run.planned.plan.pack(run.call.arrays, stream, *elements, self._buffer, offset)
+
+    def _unpack_range(self, run: Run, stream: int, elements: tuple[int, int], offset: int) -> None:
+        run.planned.plan.unpack(run.call.arrays, stream, *elements, self._buffer, offset, nonfinite=run.nonfinite)
+
+    def _reduce(self, run: Run, stream: int, elements: tuple[int, int], offsets: list[int], out: int) -> None:
+        run.planned.plan.reduce(stream, *elements, self._buffer, offsets, self._buffer, out, run.divisor, run.counts)
 
     def _wait(self, run: Run, part: Slice, work: Work) -> None:
         try:
@@ -211,14 +171,14 @@ class Pipeline:
         if call.root is not None and call.root != self._rank:
             return
         if call.root is not None or self._is_direct(run, part):
-            self._moves(run).pack(call.arrays, part.stream, part.begin, part.end, self._buffer, slot)
+            self._pack_range(run, part.stream, (part.begin, part.end), slot)
             return
         # This rank's own shard first, then those of the others, end to end.
         room, ranges, sizes = self._shards(run, part)
         begin, end = ranges[self._rank]
         before = sum(sizes[: self._rank])
         for first, last, offset in ((begin, end, 0), (part.begin, begin, room), (end, part.end, room + before)):
-            self._moves(run).pack(call.arrays, part.stream, first, last, self._buffer, slot + offset)
+            self._pack_range(run, part.stream, (first, last), slot + offset)
 
     def _launch(self, run: Run, part: Slice, index: int) -> Work:
         nbytes, others, slot = self._nbytes(run, part), self._size - 1, self._slot(index)
@@ -244,19 +204,16 @@ class Pipeline:
         self._reduce(run, part.stream, ranges[self._rank], offsets, slot)
         return self._collectives.start_gather(slot, sizes, received, slot + room, run.deadline)
 
-    def _reduce(self, run: Run, stream: int, elements: tuple[int, int], offsets: list[int], out: int) -> None:
-        self._moves(run).reduce(stream, *elements, self._buffer, offsets, self._buffer, out, run.divisor, run.counts)
-
     def _unpack(self, run: Run, part: Slice, index: int) -> None:
-        call, slot, plan = run.call, self._slot(index), self._moves(run)
+        call, slot = run.call, self._slot(index)
         if call.root is not None:
             if call.root != self._rank:
-                plan.unpack(call.arrays, part.stream, part.begin, part.end, self._buffer, slot)
+                self._unpack_range(run, part.stream, (part.begin, part.end), slot)
             return
         if not self._is_direct(run, part):
             room, ranges, sizes = self._shards(run, part)
             for elements, row in zip(ranges, rows(self._rank, slot, sizes, slot + self._size * room), strict=True):
-                plan.unpack(call.arrays, part.stream, *elements, self._buffer, row, nonfinite=run.nonfinite)
+                self._unpack_range(run, part.stream, elements, row)
             return
         own, sizes, target, _ = self._direct(run, part, index)
         self.finish(run, part, rows(self._rank, own, sizes, target))
