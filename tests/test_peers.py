@@ -275,7 +275,8 @@ def test_many_objects_leave_nothing_behind() -> None:
     before = here()
     for turn in range(200):
         once(turn % 4 != 0)
-    assert here() == before
+    # Fewer where something of an earlier test was still on its way out.
+    assert all(now <= then for now, then in zip(here(), before, strict=True)), (here(), before)
 
 
 def test_closing_wakes_who_waits() -> None:

@@ -346,7 +346,8 @@ def test_making_and_closing_leaves_nothing() -> None:
     for _ in range(100):
         for end in channels(3):
             end.close()
-    assert held() == before
+    # Fewer where something of an earlier test was still on its way out.
+    assert all(now <= then for now, then in zip(held(), before, strict=True)), (held(), before)
 
 
 def test_what_is_closed_or_forked_says_so() -> None:
