@@ -172,6 +172,6 @@ int main() {
       }
     }
   }
-  std::printf("%d runs of %d calls passed\n", static_cast<int>(runs), static_cast<int>(gradpack::kCalls));
+  std::printf("%d passed, runs of %d calls each\n", static_cast<int>(runs), static_cast<int>(gradpack::kCalls));
   return 0;
 }
